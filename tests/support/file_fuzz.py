@@ -176,7 +176,7 @@ def journal_record(folder: Path) -> Format:
 
     def read() -> None:
         connection.execute("UPDATE groups SET record = ? WHERE uid = 'p0'", (file.read_bytes(),))
-        groups, _, _ = read_journal(connection)
+        groups, _, _ = read_journal(connection, file.parent)
         assert all(len(group.missing_sessions) <= group.num_sessions for group in groups)
 
     return Format(file, read)

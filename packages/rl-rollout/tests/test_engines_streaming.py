@@ -5,12 +5,13 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from rl_core.cluster import Methods
 from rl_core.errors import EngineDiedError, EngineError
 from rl_rollout.engines import process
 from rl_rollout.engines.process import EngineClient, EngineServer
@@ -224,7 +225,7 @@ def test_a_caller_elsewhere_that_goes_cancels_its_stream(monkeypatch: pytest.Mon
             return await getattr(server, method)(*args)
 
         request = replace(ASKED, on_tokens=lambda _: got.set())
-        running = asyncio.ensure_future(EngineClient(call).generate(request))
+        running = asyncio.ensure_future(EngineClient(cast(EngineServer, Methods(call))).generate(request))
         pace.allowed.release()
         await got.wait()
         running.cancel()

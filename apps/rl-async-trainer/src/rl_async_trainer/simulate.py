@@ -3,15 +3,13 @@
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tomli_w
-from rich.console import Console
-from rich.progress import track
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import read_toml
@@ -22,7 +20,6 @@ from rl_rollout.simulation import (
     Schedule,
     SimulatedRun,
     Workload,
-    advise,
     best_split,
     measure_workload,
     middle_split,
@@ -32,7 +29,6 @@ from rl_rollout.simulation import (
 )
 
 DEFAULT_GPUS = "32,64,128"
-WARM_UP = "a version has batch.groups groups, like a synchronous step"
 
 
 def simulate(words: list[str]) -> int:
@@ -45,17 +41,15 @@ def simulate(words: list[str]) -> int:
     workload = _workload(options)
     if options.write is not None:
         _write(options.write, workload_text(workload))
-    runs, advice = _simulate_all(workload, options)
+    runs = _simulate_all(workload, options)
     sync_step_s = {run.split.gpus: run.step_s for run in runs if run.mode == "sync"}
     batch = workload.batch
     with suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
         say(f"{workload.name}: {batch.groups} x {batch.group_size} responses a step, sync_every {options.sync_every}")
-        _show(runs, sync_step_s)
-        for sentence in advice:
-            say(sentence)
+        say("\n".join(_table(runs, sync_step_s)))
     if options.json is not None:
         results = [run.record(sync_step_s=sync_step_s[run.split.gpus]) for run in runs]
-        record = {"workload": workload.name, "seed": options.seed, "results": results, "advice": advice}
+        record = {"workload": workload.name, "seed": options.seed, "results": results}
         _write(options.json, json.dumps(record, indent=2) + "\n")
     return 0
 
@@ -74,11 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", metavar="N,...", help=f"total numbers of GPUs (default: {DEFAULT_GPUS})")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--split", metavar="ROLLOUT:TRAIN", help="GPUs for generation and training (default: half each)")
-    how.add_argument("--search", action="store_true", help="find the best split and a sufficient staleness")
+    how.add_argument("--search", action="store_true", help="find the fastest split for each staleness")
     parser.add_argument("--staleness", default="0,1,2", metavar="S,...", help="max_staleness (default: 0,1,2)")
     parser.add_argument("--sync-every", type=int, default=1, metavar="K", help="learner steps per version (default: 1)")
     parser.add_argument("--partial", choices=("true", "false"), default="true", help="partial_rollout (default: true)")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help=f"versions simulated (default: 8); {WARM_UP}")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="versions simulated (default: 8)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the lengths (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument(
@@ -104,29 +98,25 @@ def _workload(options: argparse.Namespace) -> Workload:
     return measure_run(options.run, rollout_gpus=rollout, train_gpus=train)
 
 
-def _simulate_all(workload: Workload, options: argparse.Namespace) -> tuple[list[SimulatedRun], list[str]]:
+def _simulate_all(workload: Workload, options: argparse.Namespace) -> list[SimulatedRun]:
     workload.batch.groups_per_step(options.sync_every)  # raises before the simulation starts
     how: dict[str, Any] = {"num_versions": options.steps, "seed": options.seed}
     schedules = [
         Schedule(max_staleness=staleness, sync_every=options.sync_every, partial_rollout=options.partial == "true")
         for staleness in _whole_numbers(options.staleness, "--staleness", least=0)
     ]
-    work = [(*cluster, schedule) for cluster in _splits(workload, options) for schedule in (None, *schedules)]
-    bar = Console(stderr=True)
     runs: list[SimulatedRun] = []
-    for gpus, split, schedule in track(work, "simulating", console=bar, transient=True, disable=not bar.is_terminal):
-        if schedule is None:
-            runs.append(simulate_sync(workload, gpus=gpus, num_steps=options.steps, seed=options.seed))
-        elif split is None:
-            runs.append(best_split(workload, gpus, schedule, **how))
-        else:
-            runs.append(simulate_async(workload, split, schedule, **how))
-    of_size = [runs[start : start + 1 + len(schedules)] for start in range(0, len(runs), 1 + len(schedules))]
-    return runs, [advise(sync, others) for sync, *others in of_size] if options.search else []
+    for gpus, split in _splits(workload, options).items():
+        runs.append(simulate_sync(workload, gpus=gpus, num_steps=options.steps, seed=options.seed))
+        for schedule in schedules:
+            if split is None:
+                runs.append(best_split(workload, gpus, schedule, **how))
+            else:
+                runs.append(simulate_async(workload, split, schedule, **how))
+    return runs
 
 
-def _show(runs: Sequence[SimulatedRun], sync_step_s: Mapping[int, float]) -> None:
-    """Print the table; in a terminal, the fastest row for each number of GPUs is green."""
+def _table(runs: Sequence[SimulatedRun], sync_step_s: Mapping[int, float]) -> Iterator[str]:
     rows = [
         {
             "mode": run.mode,
@@ -143,28 +133,20 @@ def _show(runs: Sequence[SimulatedRun], sync_step_s: Mapping[int, float]) -> Non
         for run in runs
     ]
     columns = list(rows[0])
-    console = Console(soft_wrap=True, highlight=False)
-    header, *lines = table_lines(columns, [list(row.values()) for row in rows], right=columns[1:])
-    if not console.is_terminal:  # rich would end the program if the reader of a pipe is gone
-        say("\n".join((header, *lines)))
-        return
-    console.print(header)
-    for line, run in zip(lines, runs, strict=True):
-        fastest_s = min(other.step_s for other in runs if other.split.gpus == run.split.gpus)
-        console.print(line, style="green" if run.step_s == fastest_s else None)
+    return table_lines(columns, [list(row.values()) for row in rows], right=columns[1:])
 
 
-def _splits(workload: Workload, options: argparse.Namespace) -> list[tuple[int, GpuSplit | None]]:
-    """Total number of GPUs, and their split; None if the split is searched."""
+def _splits(workload: Workload, options: argparse.Namespace) -> dict[int, GpuSplit | None]:
+    """The split of each total number of GPUs; None if it is searched."""
     if options.split is not None:
         rollout, train = _split(options.split, "--split")
         if options.gpus is not None and options.gpus != str(rollout + train):
             raise SettingsError(f"--split {options.split} has {rollout + train} GPUs, but --gpus is {options.gpus}.")
-        return [(rollout + train, GpuSplit(rollout_gpus=rollout, train_gpus=train))]
+        return {rollout + train: GpuSplit(rollout_gpus=rollout, train_gpus=train)}
     sizes, of_engine = _whole_numbers(options.gpus or DEFAULT_GPUS, "--gpus", least=2), workload.engine.gpus
     if others := [gpus for gpus in sizes if gpus % of_engine]:
         raise SettingsError(f"--gpus must be multiples of engine.gpus = {of_engine}; found {others[0]}.")
-    return [(gpus, None if options.search else middle_split(workload, gpus)) for gpus in sizes]
+    return {gpus: None if options.search else middle_split(workload, gpus) for gpus in sizes}
 
 
 def _split(text: str, option: str) -> list[int]:

@@ -3,7 +3,7 @@
 from rl_rollout.simulation.asynchronous import Schedule, simulate_async
 from rl_rollout.simulation.measured import measure_workload
 from rl_rollout.simulation.outcome import GpuSplit, SimulatedRun
-from rl_rollout.simulation.search import advise, best_split, middle_split
+from rl_rollout.simulation.search import best_split, middle_split
 from rl_rollout.simulation.synchronous import simulate_sync
 from rl_rollout.simulation.workload import GroupLengths, Workload, read_workload, workload_from
 
@@ -13,7 +13,6 @@ __all__ = [
     "Schedule",
     "SimulatedRun",
     "Workload",
-    "advise",
     "best_split",
     "measure_workload",
     "middle_split",

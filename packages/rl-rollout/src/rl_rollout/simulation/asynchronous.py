@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import count
+from typing import Literal
 
 from rl_core.errors import RLError
 from rl_core.record_fields import NonNegativeInt, PositiveInt, settings_record
@@ -82,7 +83,8 @@ class AsyncSimulation:
         self._missing: dict[int, int] = {}
         self._oldest: dict[int, int] = {}
         self._num_partial: dict[int, int] = {}
-        self._is_updating = self._is_draining = self._is_swapping = self._is_held = False
+        self._update: Literal["none", "publishing", "draining", "swapping"] = "none"
+        self._is_held = False  # True while the learner waits for the end of an update to begin the next
         self._free_since: float | None = 0.0  # None while the learner works
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._warm_up_seconds: defaultdict[str, float] = defaultdict(float)
@@ -98,7 +100,7 @@ class AsyncSimulation:
             RLError: The schedule is blocked, which is a bug in it.
         """
         while self._scheduler.num_steps < self._last * self._schedule.sync_every:
-            if self._is_draining and not self._scheduler.num_inflight:
+            if self._update == "draining" and (self._schedule.partial_rollout or not self._scheduler.num_inflight):
                 self._swap()
             self._start_groups()
             self._start_step()
@@ -115,7 +117,7 @@ class AsyncSimulation:
     # -- engines
 
     def _start_groups(self) -> None:
-        if self._is_draining or self._is_swapping:
+        if self._update in ("draining", "swapping"):
             return
         num_new = self._scheduler.to_start()[1]
         if not num_new:
@@ -193,34 +195,30 @@ class AsyncSimulation:
                 self._warm_up_seconds = self._seconds.copy()
         if scheduler.learner_version == self._last:
             return
-        if self._is_updating:
-            self._is_held = True
-        else:
+        self._is_held = self._update != "none"
+        if not self._is_held:
             self._publish()
 
     # -- weights
 
     def _publish(self) -> None:
         """Send the learner's weights, then let it continue. It waits if an update is still running."""
-        self._is_updating = True
+        self._update = "publishing"
         seconds = self._workload.weights.publish_s
         self._add(training=seconds)
         self._after(seconds, self._end_publishing)
 
     def _end_publishing(self) -> None:
-        self._free_since = self._now
-        self._is_draining = not self._schedule.partial_rollout
-        if not self._is_draining:
-            self._swap()
+        self._free_since, self._update = self._now, "draining"
 
     def _swap(self) -> None:
-        self._is_draining, self._is_swapping = False, True
+        self._update = "swapping"
         weights = self._workload.weights
         self._pool.stall(weights.swap_s, now=self._now, recomputes_prefixes=weights.recomputes_prefixes)
         self._after(weights.swap_s, self._end_swap)
 
     def _end_swap(self) -> None:
-        self._is_swapping = self._is_updating = False
+        self._update = "none"
         self._scheduler.published(self._scheduler.served_version + 1)
         if self._is_held:
             self._is_held = False
@@ -231,11 +229,11 @@ class AsyncSimulation:
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
         heappush(self._timers, (self._now + seconds, next(self._timer_numbers), act))
 
-    # -- outcome
-
     def _add(self, **seconds: float) -> None:
         for name, value in seconds.items():
             self._seconds[name] += value
+
+    # -- outcome
 
     def _outcome(self) -> SimulatedRun:
         workload, lengths, schedule, seconds = self._workload, self._lengths, self._schedule, self._seconds

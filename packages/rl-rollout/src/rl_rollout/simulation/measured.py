@@ -55,12 +55,11 @@ def measure_workload(
             f"{name} has no step with {', '.join(missing)}. A workload is measured from a run of rl-sync-trainer with "
             "at least one step."
         )
-    middle = {name: median(step[name] for step in steps if name in step) for name in MEASURED_METRICS}
+    middle = {metric: _median(steps, metric) for metric in MEASURED_METRICS}
     groups = round(middle["rollout/num_groups"])
     responses = round(middle["rollout/num_trajectories"])
     tokens = responses * (middle["response_length/mean"] + middle["prompt_length/mean"])
     floor = middle["agent_loop/slowest/generate_sequences"] / middle["agent_loop/slowest/response_length"]
-    logprobs_s = _median(steps, "timing_s/old_log_prob")
     workload = Workload(
         name=name,
         batch=BatchShape(
@@ -72,7 +71,7 @@ def measure_workload(
         engine=EngineCosts(gpus=rollout_gpus, slots=max(SLOTS, responses), decode=((1, floor), (2, floor))),
         learner=LearnerCosts(
             update_gpu_s_per_token=middle["timing_s/update_actor"] * train_gpus / tokens,
-            logprobs_gpu_s_per_token=logprobs_s * train_gpus / tokens,
+            logprobs_gpu_s_per_token=_median(steps, "timing_s/old_log_prob") * train_gpus / tokens,
             sync_step_s=_median(steps, "timing_s/reward") + _median(steps, "timing_s/adv"),
             reference_gpus=train_gpus,
         ),
@@ -84,24 +83,20 @@ def measure_workload(
 def _with_slope(workload: Workload, floor: float, *, gen_s: float) -> Workload:
     """Return the workload whose decoding time grows with the batch so that a step generates for gen_s seconds.
 
+    All responses of a step are decoded at once, so its seconds are linear in those of a decoding step and their growth.
     If decoding takes too long even without growth, the slowest response did not run alone. Then the time of a single
     response is reduced instead.
     """
 
-    def tried(first: float, slope: float) -> tuple[Workload, float]:
-        engine = replace(workload.engine, decode=((1, first), (2, first + slope)))
-        found = replace(workload, engine=engine)
-        return found, simulate_sync(found, gpus=engine.gpus, num_steps=3, seed=0).gen_s
+    def with_decode(first: float, slope: float) -> Workload:
+        return replace(workload, engine=replace(workload.engine, decode=((1, first), (2, first + slope))))
 
-    flat, flat_s = tried(floor, 0.0)
-    if flat_s >= gen_s:
-        return tried(floor * gen_s / flat_s, 0.0)[0]
-    low, high = 0.0, floor
-    for _ in range(24):
-        slope = (low + high) / 2
-        flat, seconds = tried(floor, slope)
-        low, high = (low, slope) if seconds > gen_s else (slope, high)
-    return flat
+    flat_s, growing_s = (
+        simulate_sync(with_decode(1.0, slope), gpus=workload.engine.gpus, num_steps=3, seed=0).gen_s
+        for slope in (0.0, 1.0)
+    )
+    first = min(floor, gen_s / flat_s)
+    return with_decode(first, max(0.0, gen_s - first * flat_s) / max(1.0, growing_s - flat_s))
 
 
 def _lengths(middle: Mapping[str, float], responses: int, maximum: int | None) -> Lengths:

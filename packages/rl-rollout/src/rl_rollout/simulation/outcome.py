@@ -75,17 +75,17 @@ class SimulatedRun:
 
     mode: str
     split: GpuSplit
-    max_staleness: int
-    sync_every: int
+    max_staleness: int = 0
+    sync_every: int = 1
     step_s: float
     gen_s: float
     logprobs_s: float
     update_s: float
     idle_learner: float
     idle_engine: float
-    staleness_mean: float
-    staleness_max: int
-    partial_ratio: float
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    partial_ratio: float = 0.0
     wall_s: float
     bound_s: float
     versions: int

@@ -38,17 +38,12 @@ def simulate_sync(workload: Workload, *, gpus: int, num_steps: int, seed: int) -
     return SimulatedRun(
         mode="sync",
         split=split,
-        max_staleness=0,
-        sync_every=1,
         step_s=wall_s / num_steps,
         gen_s=gen_s / num_steps,
         logprobs_s=logprobs_s / num_steps,
         update_s=update_s / num_steps,
         idle_learner=1 - training_s / wall_s,
         idle_engine=1 - pool.busy_seconds(now=gen_s) / (wall_s * num_engines),
-        staleness_mean=0.0,
-        staleness_max=0,
-        partial_ratio=0.0,
         wall_s=wall_s,
         # The same GPUs do one kind of work at a time, so both times add up.
         bound_s=training_s + engine.generation_seconds(num_generated, num_engines=num_engines),

@@ -44,7 +44,7 @@ class ReplicaSet:
         self.changes = Changes()
         self._requests: set[RoutedRequest] = set()
         self._is_closed = False
-        self.weights = ReplicaWeights(self.changes)
+        self.weights = ReplicaWeights(self.changes, self._members)
 
     def enter(self, engine: RolloutEngine, *, is_joining: bool) -> Replica:
         """Add a replica.

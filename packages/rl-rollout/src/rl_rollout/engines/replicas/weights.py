@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -42,12 +42,14 @@ class ReplicaWeights:
         waiting: Replicas that need another publication because they could not get these weights, with the reason.
     """
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: Changes, replicas: Sized) -> None:
         """Start with the initial weights published.
 
         Args:
             changes: Announces a publication, or that a replica has it or is idle.
+            replicas: All replicas; errors name the one that failed if there are several.
         """
+        self._replicas = replicas
         self.published = FROM_DISK
         self.waiting: dict[int, Exception] = {}
         self._num_waiting: Counter[int] = Counter()
@@ -180,6 +182,8 @@ class ReplicaWeights:
                     published.update, [watched], canary=published.canary, tolerances=published.tolerances
                 )
         except WeightProofError as error:
+            if len(self._replicas) == 1:
+                raise
             raise WeightProofError(f"replica {replica.index}: {error}", tensor=error.tensor) from None
         if replica.incarnation != incarnation:
             raise EngineDiedError(f"replica {replica.index} restarted during the weight update.")
