@@ -22,7 +22,7 @@ from rl_core.queue.journal.database import DATABASE
 from rl_core.queue.journal.inspection import inspect_journal
 from rl_core.terminal_text import printable
 from rl_core.testing import make_prompt, make_prompts, make_trajectory
-from rl_core.testing.rows import ragged_like
+from rl_core.testing.fixtures import ragged_like
 
 NEEDS = frozenset({"input_ids", "reward"})
 SCORE = TaskSpec(name="score", needs=NEEDS, gives=frozenset({"values"}), order="issue", max_staleness=3)

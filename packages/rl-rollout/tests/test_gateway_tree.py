@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError
 from rl_rollout.audit import audit_session
 from rl_rollout.engines.protocol import Generation
-from rl_rollout.gateway.encoding import ConversationEncoder
 from rl_rollout.gateway.messages import Call, ChatMessage, context_digests
+from rl_rollout.gateway.placing import ConversationEncoder
 from rl_rollout.gateway.replies import ReplyReader
 from rl_rollout.gateway.tree import Sample, SessionTree, digest_of
 from rl_rollout.tools.parsers import resolve_parser

@@ -9,7 +9,7 @@ from chat_model import Speaker, chat_prompt, in_turn, make_tokenizer, run_loop
 from rl_core.data.records import Prompt
 from rl_core.errors import SettingsError
 from rl_rollout import SamplingParams, quick, resolve_loop
-from rl_rollout.user_files import load_attribute
+from rl_rollout.user_code import load_attribute
 
 END = "<|im_end|>"
 TOKENIZER = make_tokenizer()

@@ -9,8 +9,7 @@ import pytest
 from chat_model import Speaker, chat_prompt, make_tokenizer, run_loop
 
 from rl_rollout import RewardScorer, Rollout, SamplingParams, quick, resolve_loop
-from rl_rollout.user_errors import describe_raised
-from rl_rollout.user_files import load_attribute
+from rl_rollout.user_code import describe_raised, load_attribute
 
 END = "<|im_end|>"
 TOKENIZER = make_tokenizer()

@@ -15,7 +15,7 @@ from skip_groups import assert_same_groups
 from rl_core.data import Prompt, encodable
 from rl_core.errors import DataError
 from rl_core.queue import InProcessQueue, QueueOptions, SharedMemoryQueue, TaskSpec
-from rl_core.queue.prompts import decode_prompt, encode_prompt
+from rl_core.queue.messages import decode_prompt, encode_prompt
 from rl_rollout import RewardScorer, Rollout, SamplingParams, SessionLoop, SessionResult, quick
 from rl_rollout.engines import GenerateRequest
 from rl_rollout.engines.scripted import ScriptedEngine

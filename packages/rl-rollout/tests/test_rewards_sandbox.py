@@ -16,8 +16,7 @@ import pytest
 
 from rl_core.errors import RoleError, SettingsError
 from rl_rollout.sandbox import Sandbox, SandboxLimits, SandboxOptions
-from rl_rollout.sandbox.folder import NOBODY, sandbox_folder
-from rl_rollout.sandbox.sandbox import _levels
+from rl_rollout.sandbox.sandbox import NOBODY, _levels, sandbox_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 

@@ -13,7 +13,7 @@ from rl_rollout.tools import tool, tool_schema
 
 pytest.importorskip("pydantic")
 
-from rl_rollout.tools import user_calls
+from rl_rollout import user_code
 
 
 @dataclass
@@ -209,7 +209,7 @@ def test_a_blocking_function_does_not_hold_up_the_event_loop():
 
 
 def test_hanging_calls_run_out_of_threads_with_a_reason(monkeypatch):
-    monkeypatch.setattr(user_calls, "MAX_RUNNING", 3)
+    monkeypatch.setattr(user_code, "MAX_RUNNING", 3)
     gate = threading.Event()
 
     @tool

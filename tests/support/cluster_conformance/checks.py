@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rl_core.cluster import Cluster, ClusterOptions, Role, RoleGroup, RoleSpec, open_cluster
 from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import RLError
-from rl_core.testing.clock import wait_until
+from rl_core.testing.fixtures import wait_until
 
 Result = TypeVar("Result")
 

@@ -9,6 +9,7 @@ from queue_conformance.tools import TRAIN_LATE, sampled_by
 from rl_core.data.ragged import Ragged
 from rl_core.errors import DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError, ShapeError
 from rl_core.queue.client import TransferQueue
+from rl_core.testing.fixtures import make_prompts, make_trajectory, ragged_like
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
     REFERENCE,
@@ -20,7 +21,6 @@ from rl_core.testing.queue_checks import (
     states_of,
     uids_of,
 )
-from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class CallChecks(QueueChecks):

@@ -4,8 +4,8 @@ from queue_conformance.tools import batch_of
 from rl_core.errors import DataError, DeadlineError
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import TaskSpec
+from rl_core.testing.fixtures import make_prompts, make_trajectory, ragged_like
 from rl_core.testing.queue_checks import DEADLINE_S, REFERENCE, TRAIN, QueueChecks, put_all, refuses, uids_of
-from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class CapacityChecks(QueueChecks):

@@ -3,8 +3,8 @@
 from queue_conformance.tools import batch_of
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError
 from rl_core.queue.client import TransferQueue
+from rl_core.testing.fixtures import make_prompts, make_trajectory
 from rl_core.testing.queue_checks import QueueChecks, put_all, refuses, uids_of
-from rl_core.testing.rows import make_prompts, make_trajectory
 
 
 class ClaimChecks(QueueChecks):

@@ -4,8 +4,8 @@ import numpy as np
 
 from queue_conformance.tools import REWARD, TEACHER, TRAIN_LATE, batch_of
 from rl_core.errors import DeadlineError
+from rl_core.testing.fixtures import make_prompts, make_trajectory, ragged_like
 from rl_core.testing.queue_checks import REFERENCE, TRAIN, QueueChecks, put_all, refuses, uids_of
-from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class ColumnChecks(QueueChecks):

@@ -1,8 +1,8 @@
 """Checks of leases: which consumer has which groups, and for how long."""
 
 from rl_core.errors import DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError
+from rl_core.testing.fixtures import make_prompts, ragged_like
 from rl_core.testing.queue_checks import REFERENCE, TRAIN, TRAIN_IN_ORDER, QueueChecks, put_all, refuses, uids_of
-from rl_core.testing.rows import make_prompts, ragged_like
 
 
 class LeaseChecks(QueueChecks):

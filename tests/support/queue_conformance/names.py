@@ -7,8 +7,8 @@ from typing import Any
 from queue_conformance.tools import LOG, TRAIN_LATE
 from rl_core.errors import DataError, DeadlineError, OutdatedLeaseError
 from rl_core.queue.client import TransferQueue
+from rl_core.testing.fixtures import make_prompts, make_trajectory, ragged_like
 from rl_core.testing.queue_checks import DEADLINE_S, REFERENCE, TRAIN, QueueChecks, put_all, refuses, states_of, uids_of
-from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class NameChecks(QueueChecks):

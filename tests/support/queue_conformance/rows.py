@@ -8,8 +8,8 @@ from rl_core.data.columns import column_dtype
 from rl_core.data.ragged import Ragged
 from rl_core.errors import ShapeError
 from rl_core.queue.interface import TaskSpec
+from rl_core.testing.fixtures import make_prompts, make_trajectory, ragged_like
 from rl_core.testing.queue_checks import REFERENCE, QueueChecks, refuses, uids_of
-from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 TOP_TEACHER = TaskSpec(
     name="teacher", needs=frozenset({"input_ids"}), gives=frozenset({"own_top_logprobs", "own_top_ids"})

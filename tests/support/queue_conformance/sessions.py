@@ -8,8 +8,8 @@ from rl_core.data.columns import COLUMNS, column_dtype
 from rl_core.data.ragged import Ragged
 from rl_core.data.row_keys import RowKey
 from rl_core.errors import AlreadySettledError, DataError, DeadlineError, NothingToLeaseError, OutdatedLeaseError
+from rl_core.testing.fixtures import make_prompts, make_trajectory, ragged_like
 from rl_core.testing.queue_checks import REFERENCE, TRAIN, QueueChecks, put_all, refuses, uids_of
-from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class SessionChecks(QueueChecks):

@@ -7,6 +7,7 @@ from queue_conformance.tools import LOG, sampled_by
 from rl_core.errors import DataError, NothingToLeaseError, OutdatedLeaseError
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import TaskSpec
+from rl_core.testing.fixtures import make_prompts, make_trajectory, ragged_like
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
     REFERENCE,
@@ -17,7 +18,6 @@ from rl_core.testing.queue_checks import (
     refuses,
     uids_of,
 )
-from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 FRESH = replace(TRAIN, max_staleness=1)
 

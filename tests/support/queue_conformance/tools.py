@@ -9,7 +9,7 @@ from rl_core.data.batch import Batch
 from rl_core.data.columns import COLUMNS, ColumnSpec, declare_column
 from rl_core.data.records import NO_VERSION, Trajectory
 from rl_core.queue.interface import TaskSpec
-from rl_core.testing.rows import make_trajectory
+from rl_core.testing.fixtures import make_trajectory
 
 TEACHER = TaskSpec(name="teacher", needs=frozenset({"input_ids"}), gives=frozenset({"teacher_logprobs"}))
 TRAIN_LATE = TaskSpec(name="train", needs=frozenset({"input_ids", "reference_logprobs"}))

@@ -1,15 +1,17 @@
-"""The command `rl-rollout`."""
+"""The command `rl-rollout`; the gateway's verbs import their modules when they run."""
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rl_core.errors import CacheError, RLError
 from rl_core.terminal_text import describe_version, escaped_lines, json_text, use_utf8, write_out
-from rl_rollout.gateway_command import add_gateway
+from rl_rollout.engines.options import known_engines
 from rl_rollout.skip.commands import (
     EntryReport,
     choose_entries,
@@ -22,12 +24,11 @@ from rl_rollout.skip.options import parse_bytes
 from rl_rollout.skip.text import listing_text, pruning_text, verification_text, verified_text
 
 FOUND, REFUSED, INTERRUPTED = 1, 2, 130
+LONGEST = 1 << 40
 ERASE_LINE = "\r\x1b[K"
 
 EPILOG = "Exit status: 0; 1 if something is broken; 2 if the command cannot run as requested."
 DIRECTORY = "a local folder, or a URL supported by fsspec, such as s3://bucket/rollouts"
-JSON = "print one JSON object"
-BROKEN = "read every entry completely, and remove broken entries and the files set aside in broken/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,13 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _list(arguments: argparse.Namespace) -> int:
+def list_cache(arguments: argparse.Namespace) -> int:
+    """List entries.
+
+    Lists entries from their descriptions and file sizes, without reading arrays.
+    Broken entries are listed with path and reason, and do not change the exit status.
+
+    Examples:
+      rl-rollout cache ls skip-cache
+      rl-rollout cache ls s3://bucket/rollouts --json
+    """
     listing = list_entries(open_store(arguments.directory), arguments.directory)
     write_out(_as_json(listing) if arguments.json else listing_text(listing))
     return 0
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def verify_cache(arguments: argparse.Namespace) -> int:
+    """Verify the checksums of entries.
+
+    Reads entries completely and verifies every checksum. Changes nothing.
+
+    Examples:
+      rl-rollout cache verify skip-cache
+      rl-rollout cache verify skip-cache train-00000007-0000 8 9
+    """
     directory = arguments.directory
     store = open_store(directory)
     chosen = choose_entries(store, directory, arguments.entries) if arguments.entries else store.entries()
@@ -85,7 +103,19 @@ def _verify(arguments: argparse.Namespace) -> int:
     return FOUND if num_broken else 0
 
 
-def _prune(arguments: argparse.Namespace) -> int:
+def prune_cache(arguments: argparse.Namespace) -> int:
+    """Remove old, broken or named entries.
+
+    Removes leftovers of dead writers, then the named entries. --broken also removes broken entries, which
+    reads all entries. --max-bytes then removes set-aside files and the oldest entries down to SIZE. An entry is
+    removed completely, even while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi, Gi, Ti
+    of 1024.
+
+    Examples:
+      rl-rollout cache prune skip-cache --max-bytes 50G --dry-run
+      rl-rollout cache prune skip-cache --broken
+      rl-rollout cache prune skip-cache train-00000007-0000 8
+    """
     directory, is_dry_run = arguments.directory, arguments.dry_run
     if arguments.max_bytes is None and not arguments.broken and not arguments.entries:
         _complain("prune needs --max-bytes SIZE, --broken or an ENTRY to select what to remove.")
@@ -144,7 +174,111 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=describe_version("rl-rollout"))
     parts = parser.add_subparsers(dest="part", required=True, metavar="PART")
-    add_gateway(parts)
+    _add_gateway(parts)
+    _add_cache(parts)
+    return parser
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve a model folder to agents, and record trainable trajectories.
+
+    Serves a model folder over OpenAI's and Anthropic's APIs, and records exactly the tokens that it samples.
+    The owner's key opens sessions, one per agent run; the session's key is the agent's API key.
+    --open-session opens one session at the start, for use with any SDK. With --sessions, the next start
+    resumes it with the same key.
+    Ctrl-C or SIGTERM stops the server; running requests get a few seconds to finish. If the engine fails, the
+    server stops with exit status 2; with --sessions, the next start continues its sessions.
+
+    Examples:
+      rl-rollout serve models/Qwen3-0.6B --open-session
+      rl-rollout serve models/Qwen3-0.6B --engine-options '{"dtype": "bfloat16", "max_model_len": 8192}' --port 9000
+      rl-rollout serve models/Qwen3-0.6B --decided-by run --owner-key-file owner.key --sessions sessions
+    """
+    from rl_rollout.gateway.standalone import run_serve
+
+    return run_serve(arguments)
+
+
+def list_sessions(arguments: argparse.Namespace) -> int:
+    """List the sessions stored by a gateway.
+
+    Prints one line per stored session, with the reason for each failed one. Changes nothing.
+
+    Example:
+      rl-rollout sessions list sessions
+    """
+    from rl_rollout.gateway.exports import run_list
+
+    return run_list(arguments)
+
+
+def export_sessions(arguments: argparse.Namespace) -> int:
+    """Export stored sessions to a file for training.
+
+    Writes one row per trajectory of each finished session with a reward. Columns: session, prompt_uid,
+    session_index, output_index, parent, input_ids, loss_mask, rollout_logprobs, policy_versions, num_prompt_tokens,
+    finish_reason, reward, reward_components, metadata (the last two as JSON strings in Parquet).
+    Failed sessions are counted and omitted. The file is written atomically.
+    Exit status: 0; 1 if files of sessions cannot be read; 2 if the command cannot run as requested.
+
+    Example:
+      rl-rollout sessions export sessions --to rollouts.parquet
+    """
+    from rl_rollout.gateway.exports import run_export
+
+    return run_export(arguments)
+
+
+def _add_gateway(parts: Any) -> None:
+    """Add the gateway's commands."""
+    parser = _command(parts, "serve", serve)
+    names = ", ".join(name for name in known_engines() if name != "scripted")
+    add = parser.add_argument
+    add("folder", type=Path, metavar="MODEL_FOLDER", help="a Hugging Face folder; nothing is downloaded")
+    add("--engine", default="vllm", metavar="NAME", help=f"{names} (default: vllm)")
+    add("--engine-options", default="{}", metavar="JSON", help="engine options as one JSON object")
+    own = "run the engine in a separate process (default: yes for vllm)"
+    add("--engine-process", action=argparse.BooleanOptionalAction, help=own)
+    host = "address (default: 127.0.0.1); use others only in trusted networks"
+    add("--host", default="127.0.0.1", help=host)
+    add("--port", type=int, default=8000, help="port; 0 chooses a free one (default: 8000)")
+    add("--model", metavar="NAME", help="model name shown to clients (default: the folder's name)")
+    add("--owner-key-file", type=Path, metavar="FILE", help="file with the owner's key; created if missing")
+    add("--sessions", type=Path, metavar="FOLDER", help="store sessions in this folder; a restart resumes them")
+    queue = "put finished sessions into the SharedMemoryQueue with this `address`; needs --sessions"
+    add("--queue", metavar="ADDRESS", help=queue)
+    add("--open-session", action="store_true", help="open an unlimited session at the start, and print its key")
+    add = parser.add_argument_group("request handling").add_argument
+    who = "source of temperature, top-p, top-k and seed; training requires run (default: client)"
+    add("--decided-by", choices=("client", "run"), default="client", help=who)
+    add("--temperature", type=float, default=1.0, help="used if the client does not set it (default: 1)")
+    add("--top-p", type=float, default=1.0, help="as for --temperature (default: 1)")
+    add("--top-k", type=int, metavar="K", help="as for --temperature (default: all tokens)")
+    add("--seed", type=int, help="as for --temperature (default: none)")
+    add("--max-tokens", type=int, default=LONGEST, help="maximum response tokens (default: the rest of the context)")
+    parsers = "parser of tool calls: a registered name, path.py:Class, vllm:NAME, or none (default: hermes)"
+    add("--tool-parser", default="hermes", type=lambda name: None if name == "none" else name, help=parsers)
+    add("--reasoning-parser", metavar="NAME", help="parser of reasoning: vllm:NAME (default: <think> tags)")
+    formed = "response formats and forced calls: ignore, or enforce without training on them (default: as --decided-by)"
+    add("--structures", choices=("ignore", "enforce"), help=formed)
+    kept = "keep or drop reasoning in later contexts (default: keep)"
+    add("--reasoning", choices=("keep", "drop"), default="keep", help=kept)
+    stops = "additional token that ends a turn; repeatable"
+    add("--stop-token", action="append", default=[], dest="stop_tokens", metavar="TOKEN", help=stops)
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja template that replaces the folder's")
+
+    verbs = parts.add_parser("sessions", help="list or export the sessions stored by a gateway").add_subparsers(
+        dest="verb", required=True, metavar="VERB"
+    )
+    listing = _command(verbs, "list", list_sessions)
+    export = _command(verbs, "export", export_sessions)
+    for verb in (listing, export):
+        verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder set with `rl-rollout serve --sessions`")
+    export.add_argument("--to", type=Path, required=True, metavar="FILE", help="output file, .jsonl or .parquet")
+
+
+def _add_cache(parts: Any) -> None:
+    """Add the commands of skip caches."""
     cache = parts.add_parser(
         "cache",
         help="inspect skip caches: stored rollouts that runs replay",
@@ -152,55 +286,26 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     verbs = cache.add_subparsers(dest="verb", required=True, metavar="VERB")
-    _add_ls(verbs)
-    _add_verify(verbs)
-    _add_prune(verbs)
+    listing = _command(verbs, "ls", list_cache)
+    verify = _command(verbs, "verify", verify_cache)
+    prune = _command(verbs, "prune", prune_cache)
+    for verb in (listing, verify, prune):
+        verb.epilog = EPILOG
+        verb.add_argument("directory", metavar="DIR", help=DIRECTORY)
+        verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verify.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps (default: all)")
+    prune.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps of entries to remove")
+    prune.add_argument("--max-bytes", type=_size, metavar="SIZE", help="maximum total size after pruning")
+    broken = "read every entry completely, and remove broken entries and the files set aside in broken/"
+    prune.add_argument("--broken", action="store_true", help=broken)
+    prune.add_argument("--dry-run", action="store_true", help="list what would be removed; change nothing")
+
+
+def _command(parts: Any, name: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """Add a command that uses a function's docstring as its help."""
+    summary, _, description = inspect.cleandoc(run.__doc__ or "").partition("\n")
+    parser: argparse.ArgumentParser = parts.add_parser(
+        name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(run=run)
     return parser
-
-
-def _add_verb(verbs: Any, name: str, *, run: Callable[[argparse.Namespace], int], texts: tuple[str, str, str]) -> Any:
-    """Add a verb with its help, description and examples."""
-    summary, description, examples = texts
-    shown = "\n".join(f"  rl-rollout cache {name} {example}" for example in examples.split("\n"))
-    verb: argparse.ArgumentParser = verbs.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=f"examples:\n{shown}\n\n{EPILOG}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.set_defaults(run=run)
-    verb.add_argument("directory", metavar="DIR", help=DIRECTORY)
-    verb.add_argument("--json", action="store_true", help=JSON)
-    return verb
-
-
-def _add_ls(verbs: Any) -> None:
-    description = (
-        "Lists entries from their descriptions and file sizes, without reading arrays.\n"
-        "Broken entries are listed with path and reason, and do not change the exit status."
-    )
-    texts = "list entries", description, "skip-cache\ns3://bucket/rollouts --json"
-    _add_verb(verbs, "ls", run=_list, texts=texts)
-
-
-def _add_verify(verbs: Any) -> None:
-    description = "Reads entries completely and verifies every checksum. Changes nothing."
-    examples = "skip-cache\nskip-cache train-00000007-0000 8 9"
-    verb = _add_verb(verbs, "verify", run=_verify, texts=("verify the checksums of entries", description, examples))
-    verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps (default: all)")
-
-
-def _add_prune(verbs: Any) -> None:
-    description = (
-        "Removes leftovers of dead writers, then the named entries. --broken also removes broken entries, which\n"
-        "reads all entries. --max-bytes then removes set-aside files and the oldest entries down to SIZE. An entry is\n"
-        "removed completely, even while runs use the directory. Units: k, M, G, T are powers of 1000; Ki, Mi, Gi, Ti\n"
-        "of 1024."
-    )
-    examples = "skip-cache --max-bytes 50G --dry-run\nskip-cache --broken\nskip-cache train-00000007-0000 8"
-    verb = _add_verb(verbs, "prune", run=_prune, texts=("remove old, broken or named entries", description, examples))
-    verb.add_argument("entries", nargs="*", metavar="ENTRY", help="names or steps of entries to remove")
-    verb.add_argument("--max-bytes", type=_size, metavar="SIZE", help="maximum total size after pruning")
-    verb.add_argument("--broken", action="store_true", help=BROKEN)
-    verb.add_argument("--dry-run", action="store_true", help="list what would be removed; change nothing")

@@ -13,7 +13,7 @@ from rl_core.record_fields import PositiveInt, converts_arguments, record, setti
 from rl_core.registry import Registry
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
-from rl_rollout.user_files import find_in
+from rl_rollout.user_code import find_in
 
 GroupFilter = Callable[[GroupResult], str | None]
 """Returns a short reason why a group must not train, or None to keep it."""

@@ -28,7 +28,7 @@ from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.protocol import RewardInput
 from rl_rollout.rewards.scorer import RewardScorer
 from rl_rollout.score_audit import Rescored, ScoreAudit, ServedVersion
-from rl_rollout.user_errors import ends_the_run
+from rl_rollout.user_code import ends_the_run
 
 log = structlog.get_logger(__name__)
 

@@ -10,6 +10,7 @@ from rl_core.files.locked_folders import (
     temporary_folder,
 )
 from rl_core.files.plain_files import (
+    StoredTensor,
     count_values,
     load_json,
     open_plain,
@@ -19,10 +20,10 @@ from rl_core.files.plain_files import (
     read_json_object,
     read_plain,
     read_record,
+    read_safetensors_header,
     read_toml,
     require_plain,
 )
-from rl_core.files.safetensors_header import StoredTensor, read_safetensors_header
 from rl_core.files.trials import run_trial, try_arrow_files
 
 __all__ = [

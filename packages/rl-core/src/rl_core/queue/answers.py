@@ -1,8 +1,8 @@
 """Answers of the queue's server: statistics and leases."""
 
 from rl_core.queue.core import QueueCore, RunningLease
+from rl_core.queue.interface import ROLLOUT_COLUMNS
 from rl_core.queue.messages import GENERATE, Leased, LeasedGroup
-from rl_core.queue.tasks import ROLLOUT_COLUMNS
 
 
 def stats_of(core: QueueCore, *, now: float) -> dict[str, float]:

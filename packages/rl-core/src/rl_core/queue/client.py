@@ -53,10 +53,11 @@ from rl_core.queue.messages import (
     Reserved,
     SetPolicyVersion,
     StateQuery,
+    decode_prompt,
+    encode_prompt,
 )
-from rl_core.queue.payload import Payload
-from rl_core.queue.prompts import decode_prompt, encode_prompt
 from rl_core.queue.rows import (
+    Payload,
     batch_of_session,
     check_finite,
     check_given,

@@ -7,19 +7,37 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rl_core.data.batch import Batch
 from rl_core.data.records import Prompt
 from rl_core.errors import DataError
 from rl_core.queue.client import TransferQueue
-from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal.schema import SEGMENTS
-from rl_core.queue.messages import Reply, Request, Unpin
-from rl_core.queue.payload import HeldRows
-from rl_core.queue.prompts import check_prompt, encode_prompt
+from rl_core.queue.interface import QueueOptions, TaskSpec, checked_options
+from rl_core.queue.journal.records import SEGMENTS
+from rl_core.queue.messages import Reply, Request, Unpin, check_prompt, encode_prompt
+from rl_core.queue.rows import Prepared
 from rl_core.queue.service import QueueService
 from rl_core.queue.shared_memory.slots import SlotPool, SlotRows
-from rl_core.queue.tasks import checked_options
 
 CLIENT = "this process"
+
+
+class HeldRows:
+    """Rows in this process's memory, without copies."""
+
+    is_slow = False
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Use the batch as its own place."""
+        return Prepared(batch, 0, None)
+
+    def write(self, prepared: Prepared, place: Any) -> Any:
+        """Raise an error: rows are their own place, so this is never called."""
+        raise NotImplementedError
+
+    def read(self, number: int, place: Any) -> Batch:  # noqa: ARG002
+        """Return the batch itself."""
+        batch: Batch = place
+        return batch
 
 
 class InProcessQueue(TransferQueue):

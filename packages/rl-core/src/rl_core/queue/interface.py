@@ -1,13 +1,17 @@
-"""Public types of the transfer queue: tasks, options, leases, claims and ledger entries."""
+"""Types of the transfer queue: tasks with their checks, options, leases, claims and ledger entries."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 from annotated_types import Gt, Lt
 
+from rl_core.annotation_rules import expect, several
 from rl_core.data.batch import Batch
+from rl_core.data.columns import BUILT_IN, column_spec
 from rl_core.data.records import Prompt
+from rl_core.errors import SettingsError
+from rl_core.queue.messages import GENERATE
 from rl_core.record_fields import NonNegativeInt, PositiveInt, record, settings_record
 
 DEFAULT_DEADLINE_S = 1800.0
@@ -16,7 +20,23 @@ DEFAULT_LEASE_S = 3600.0
 Int63 = Annotated[int, Gt(-(1 << 62)), Lt(1 << 62)]
 """A number that messages and the journal can store."""
 
+ROLLOUT_COLUMNS = frozenset(
+    {
+        "input_ids",
+        "loss_mask",
+        "rollout_logprobs",
+        "policy_versions",
+        "reward",
+        "is_truncated",
+        "num_prompt_tokens",
+        "routed_experts",
+    }
+)
+"""Columns that rows have from `put`; `reward` only if every row of the group has one, `routed_experts` if any has one.
+"""
+
 PromptState = Literal["issued", "settled", "done", "dropped"]
+STATES: tuple[PromptState, ...] = get_args(PromptState)
 
 
 @settings_record
@@ -143,3 +163,40 @@ class LedgerEntry:
     num_rows: int = 0
     num_tokens: int = 0
     policy_versions: tuple[int, int] | None = None
+
+
+def check_tasks(tasks: Sequence[TaskSpec]) -> None:
+    """Check tasks for duplicate names and for columns that nothing adds.
+
+    Raises:
+        DataError: The value is not a list of tasks, or a task names an unknown column.
+        SettingsError: Two tasks share a name, or a task needs a column that neither rollouts nor earlier tasks add.
+    """
+    names = [task.name for task in several(tasks, TaskSpec, "tasks")]
+    if len(set(names)) != len(names):
+        raise SettingsError(f"task names must be unique; found {names}.")
+    if not names or not all(names):
+        raise SettingsError(f"a queue needs at least one task, each with a name; found {names}.")
+    if GENERATE in names:
+        raise SettingsError(f"{GENERATE!r} is reserved for producers' claims; rename the task.")
+    for name in sorted(frozenset().union(*(task.needs | task.gives for task in tasks))):
+        column_spec(name)
+    own = frozenset().union(*(task.needs - task.gives for task in tasks)) - BUILT_IN  # producers may provide them
+    available, waiting = ROLLOUT_COLUMNS | own.difference(*(task.gives for task in tasks)), list(tasks)
+    while waiting:
+        runnable = [task for task in waiting if task.needs <= available]
+        if not runnable:
+            lacking = ", ".join(f"{task.name!r} needs {sorted(task.needs - available)}" for task in waiting)
+            raise SettingsError(
+                f"neither rollouts nor earlier tasks add these columns: {lacking}. Declare a task that adds them."
+            )
+        available = available.union(*(task.gives for task in runnable))
+        waiting = [task for task in waiting if task not in runnable]
+
+
+def checked_options(tasks: Sequence[TaskSpec], options: QueueOptions | None) -> QueueOptions:
+    """Check the tasks, and return the options or the defaults; raises as `check_tasks`."""
+    check_tasks(tasks)
+    options = QueueOptions() if options is None else options
+    expect(options, "options", QueueOptions)
+    return options

@@ -1,9 +1,13 @@
-"""Messages between clients and the server of a queue; decoding checks them against these types."""
+"""Messages between clients and the server of a queue, checked by their types, and prompts in them as JSON."""
 
 import struct
+from dataclasses import fields
 from typing import Any, Literal
 
 import msgspec
+
+from rl_core.data.records import Prompt
+from rl_core.errors import DataError, ShapeError
 
 GENERATE = "generate"
 """Task name of claims."""
@@ -239,6 +243,49 @@ def as_retry(request: Request) -> Request:
     if isinstance(request, Issue | Fail | Drop | Ack | Finish):
         return msgspec.structs.replace(request, is_retry=True)
     return request
+
+
+def check_prompt(prompt: Prompt) -> None:
+    """Check that a prompt's uid can be encoded.
+
+    Raises:
+        DataError: The uid is not a string that UTF-8 can encode.
+    """
+    try:
+        prompt.uid.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the uid of a prompt must be valid Unicode; found {prompt.uid!r}.") from error
+
+
+def encode_prompt(prompt: Prompt) -> bytes:
+    """Encode a prompt as JSON.
+
+    Raises:
+        DataError: The messages, ground truth or columns cannot be encoded as JSON.
+    """
+    check_prompt(prompt)
+    try:
+        columns = dict(prompt.columns)
+        messages = [dict(message) for message in prompt.messages]
+        found = {one.name: getattr(prompt, one.name) for one in fields(Prompt)}
+        found |= {"input_ids": prompt.input_ids.tolist(), "messages": messages, "columns": columns}
+        return msgspec.json.encode(found)
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise DataError(
+            f"prompt {prompt.uid!r}, apart from its tokens, must consist of JSON values: {error}."
+        ) from error
+
+
+def decode_prompt(encoded: bytes) -> Prompt:
+    """Decode a prompt from JSON.
+
+    Raises:
+        DataError: The JSON is not a prompt.
+    """
+    try:
+        return Prompt(**msgspec.json.decode(encoded))
+    except (msgspec.MsgspecError, TypeError, DataError, ShapeError) as error:
+        raise DataError(f"a prompt cannot be decoded: {error}.") from error
 
 
 MAX_FRAME_BYTES = 1 << 30

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl_core.data.outside_text import encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.queue.interface import STATES
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 PREFIX = "rl_queue_"
-STATES = ("issued", "settled", "done", "dropped")
 NO_LABELS: Mapping[str, str] = {}
 
 

@@ -1,15 +1,66 @@
-"""Checks, ordering and joining of rows that enter or leave a queue."""
+"""Rows that enter or leave a queue: their storage, checks, order and joining."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rl_core.data.batch import Batch, Column, concat_columns
 from rl_core.data.ragged import Array, Ragged
 from rl_core.data.records import Trajectory
+from rl_core.data.segment import plan_segment
 from rl_core.errors import DataError
 from rl_core.queue.messages import Leased, PartInfo
+
+INLINE_BYTES = 1 << 16
+"""Maximum size of a segment that is sent inline in its message, without a separate place."""
+
+
+class Prepared(NamedTuple):
+    """A batch that is ready to be written.
+
+    Attributes:
+        place: The inlined batch, sent in its message; None if it needs another place.
+        size_bytes: Size of the separate place that it otherwise needs.
+        plan: Layout for writing it.
+    """
+
+    place: Any
+    size_bytes: int
+    plan: Any
+
+
+def prepare_segment(batch: Batch) -> Prepared:
+    """Plan a batch's layout as a segment, which is inlined in its message if small."""
+    plan = plan_segment(batch)
+    return Prepared(plan.as_bytes() if plan.size_bytes <= INLINE_BYTES else None, plan.size_bytes, plan)
+
+
+class Payload(Protocol):
+    """Writes and reads rows for a client of a queue.
+
+    Attributes:
+        is_slow: True if reads are slow enough to benefit from several threads.
+    """
+
+    is_slow: bool
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Plan a batch's layout."""
+        ...
+
+    def write(self, prepared: Prepared, place: Any) -> Any:
+        """Write a batch to a place; return its new place, or None if the place is unchanged."""
+        ...
+
+    def read(self, number: int, place: Any) -> Batch:
+        """Read the batch at a place.
+
+        Raises:
+            SegmentError: The segment cannot be read; its rows are generated again.
+        """
+        ...
 
 
 def check_trajectories(prompt_uid: str, session_index: int, trajectories: Sequence[Trajectory]) -> None:

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from rl_core.queue.client import TransferQueue
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.testing.clock import FakeClock, wait_until
-from rl_core.testing.rows import make_prompts, make_trajectory
+from rl_core.testing.fixtures import FakeClock, make_prompts, make_trajectory, wait_until
 
 Result = TypeVar("Result")
 

@@ -18,6 +18,7 @@ from rl_core.errors import (
     OutdatedLeaseError,
 )
 from rl_core.queue.interface import TaskSpec
+from rl_core.testing.fixtures import make_prompts, make_trajectory, ragged_like
 from rl_core.testing.queue_checks import (
     DEADLINE_S,
     LARGE,
@@ -31,7 +32,6 @@ from rl_core.testing.queue_checks import (
     states_of,
     uids_of,
 )
-from rl_core.testing.rows import make_prompts, make_trajectory, ragged_like
 
 
 class QueueBackendConformance(QueueChecks):

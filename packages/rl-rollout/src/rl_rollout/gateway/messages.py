@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Literal
 
 from rl_core.data import Json
+from rl_rollout.loops.turns import harmless, numbered_call
 
 MessageRole = Literal["system", "user", "assistant", "tool"]
 DIGEST_BYTES = 16
@@ -137,27 +138,23 @@ def template_messages(
         arguments_are_text: True if the template expects call arguments as JSON text, not as objects.
         after: The preceding message, whose calls the messages may answer.
     """
-
-    def harmless(text: str) -> str:
-        return control_tokens.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
-
     rendered: list[dict[str, Json]] = []
     calls = after.calls if after else ()
     num_answered = 0
     for message in messages:
-        one: dict[str, Json] = {"role": message.role, "content": harmless(message.content)}
+        one: dict[str, Json] = {"role": message.role, "content": harmless(message.content, control_tokens)}
         if message.role == "assistant":
             calls, num_answered = message.calls, 0
             if message.reasoning:
-                one["reasoning_content"] = harmless(message.reasoning)
+                one["reasoning_content"] = harmless(message.reasoning, control_tokens)
         if message.calls:
             one["tool_calls"] = [
                 {
                     "id": numbered_call(index),
                     "type": "function",
                     "function": {
-                        "name": harmless(call.name),
-                        "arguments": _arguments(harmless(call.arguments), are_text=arguments_are_text),
+                        "name": harmless(call.name, control_tokens),
+                        "arguments": _arguments(harmless(call.arguments, control_tokens), are_text=arguments_are_text),
                     },
                 }
                 for index, call in enumerate(message.calls)
@@ -166,14 +163,9 @@ def template_messages(
             index = answered_call(message, calls, num_answered)
             num_answered += 1
             one["tool_call_id"] = numbered_call(index)
-            one["name"] = harmless(calls[index].name) if index < len(calls) else ""
+            one["name"] = harmless(calls[index].name, control_tokens) if index < len(calls) else ""
         rendered.append(one)
     return rendered
-
-
-def numbered_call(index: int) -> str:
-    """Return a call id of nine letters and digits, the format that Mistral's templates require."""
-    return f"call{index:05d}"
 
 
 def _arguments(text: str, *, are_text: bool) -> Json:

@@ -1,10 +1,11 @@
-"""The owner's routes over HTTP: open, reward and finish sessions."""
+"""The owner's routes over HTTP: open, offer, reward and finish sessions."""
 
 import asyncio
 import hmac
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.requests import Request
@@ -12,10 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rl_core.data import Json, Trajectory
-from rl_core.errors import SettingsError
+from rl_core.errors import RolloutError, SettingsError
 from rl_core.registry import unknown_name
 from rl_rollout.gateway.journal import Journal
-from rl_rollout.gateway.offers import Offers
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.requests import BodyReader, ErrorsInFormat, secret_of, unless_gone
 from rl_rollout.gateway.sessions import Session, SessionLimits, Sessions
@@ -25,6 +25,67 @@ from rl_rollout.loops.protocol import SessionResult
 CLAIM_WAIT_S, MAX_CLAIM_WAIT_S = 30.0, 600.0
 OF_SESSION = ("session_index", "metadata", "counts", "reward", "failure", "is_finished")
 ARRAYS = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Offer:
+    """A session offered to workers.
+
+    Attributes:
+        session: The session.
+        shown: Fields that its worker receives in addition to the key.
+        ends_at: Deadline by the monotonic clock; the session fails if it is not finished by then.
+        is_claimed: True once a worker has claimed it.
+        is_finished: Set once the worker has finished it.
+    """
+
+    session: Session
+    shown: Mapping[str, Json]
+    ends_at: float
+    is_claimed: bool = False
+    is_finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Offers:
+    """Queue of offers; each goes to one worker."""
+
+    def __init__(self) -> None:
+        """Start without offers."""
+        self._waiting: asyncio.Queue[Offer] = asyncio.Queue()
+        self._by_id: dict[str, Offer] = {}
+
+    async def finished(self, session: Session, shown: Mapping[str, Json], *, deadline_s: float) -> None:
+        """Offer a session and wait until its worker has finished it.
+
+        Raises:
+            RolloutError: No worker claimed or finished the session by the deadline.
+        """
+        offer = Offer(session=session, shown=shown, ends_at=time.monotonic() + deadline_s)
+        self._by_id[session.session_id] = offer
+        self._waiting.put_nowait(offer)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await offer.is_finished.wait()
+        except TimeoutError:
+            what = "finished by its worker" if offer.is_claimed else "claimed by a worker"
+            raise RolloutError(f"the session was not {what} within {deadline_s:g} s.") from None
+        finally:
+            del self._by_id[session.session_id]
+
+    async def claim(self) -> Offer:
+        """Wait for the next offer and claim it for the caller."""
+        while True:
+            offer = await self._waiting.get()
+            if offer.session.session_id in self._by_id:
+                offer.is_claimed = True
+                return offer
+
+    def finish(self, session: Session) -> bool:
+        """Mark a session as finished; return False if it was not offered."""
+        offer = self._by_id.get(session.session_id)
+        if offer is not None:
+            offer.is_finished.set()
+        return offer is not None
 
 
 class OwnedGateway(Protocol):

@@ -16,7 +16,6 @@ from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
 from rl_rollout.engines.protocol import SamplingParams
 from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.journal import Journal
-from rl_rollout.gateway.offers import Offers
 from rl_rollout.gateway.refusals import RefusalKind, RefusedError
 from rl_rollout.gateway.request_limits import GatewayEngine
 from rl_rollout.gateway.service import PolicyService, ServiceOptions
@@ -38,7 +37,7 @@ try:
     from rl_rollout.gateway.apis.responses import Responses, with_items
     from rl_rollout.gateway.apis.streams import WireApi, events
     from rl_rollout.gateway.listening import Listener
-    from rl_rollout.gateway.owner import OwnerRoutes
+    from rl_rollout.gateway.owner import Offers, OwnerRoutes
     from rl_rollout.gateway.requests import Api, BodyReader, ErrorsInFormat, Handler, error_body, secret_of, unless_gone
     from rl_rollout.gateway.service import metrics_text
 except ImportError as error:

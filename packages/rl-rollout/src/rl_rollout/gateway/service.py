@@ -17,8 +17,7 @@ from rl_core.record_fields import settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.engines.requests import check_request
 from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
-from rl_rollout.gateway.encoding import ConversationEncoder
-from rl_rollout.gateway.placing import PlacedRequest, Placer
+from rl_rollout.gateway.placing import ConversationEncoder, PlacedRequest, Placer
 from rl_rollout.gateway.refusals import TOO_LONG, FaultLog, RefusedError
 from rl_rollout.gateway.replies import ReplyReader
 from rl_rollout.gateway.request_limits import GatewayEngine, check_entries, check_length, limited, too_long

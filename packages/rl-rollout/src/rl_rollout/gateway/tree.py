@@ -8,12 +8,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from rl_core.data import NO_VERSION, IntArray, Json, Timings, Trajectory
+from rl_core.data import IntArray, Json, Timings, Trajectory
 from rl_core.errors import DataError
 from rl_rollout.audit import SampledSpan
 from rl_rollout.engines.protocol import Generation
 from rl_rollout.gateway.messages import ChatMessage, MessageRole, exact_digests, next_digest
-from rl_rollout.loops.outcomes import join_experts
+from rl_rollout.loops.outcomes import join_experts, join_parts
 
 PROBE = "probe"
 MAX_NAMES = 8
@@ -358,28 +358,19 @@ def _trajectory(
 ) -> Trajectory:
     """Build the trajectory of a path, in which only `own` samples train."""
     leaf = path[-1]
-    parts = [part for one in path for part in (one.turn.new_ids, one.kept_ids)]
-    parts[-1] = leaf.generation.token_ids
-    ids = np.concatenate(parts).astype(np.int32, copy=False)
-    mask = np.zeros(len(ids), dtype=np.bool_)
-    logprobs = np.zeros(len(ids), dtype=np.float32)
-    versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
-    for sample, start, stop in _placed(path):
-        if sample in own:
-            mask[start:stop] = True
-            logprobs[start:stop] = sample.generation.logprobs
-            versions[start:stop] = sample.generation.policy_versions
+    parts: list[tuple[IntArray, Generation | None]] = []
+    for one in path:
+        said = one.generation.token_ids if one is leaf else one.kept_ids
+        parts += [(one.turn.new_ids, None), (said, one.generation if one in own else None)]
+    joined = join_parts(parts)
     return Trajectory(
         prompt_uid=name[0],
         session_index=name[1],
         output_index=name[2],
         parent=parent,
-        input_ids=ids,
-        loss_mask=mask,
-        rollout_logprobs=logprobs,
-        policy_versions=versions,
+        **joined,
         finish_reason=leaf.generation.finish_reason,
-        routed_experts=join_experts((one.generation.routed_experts for one in own), len(ids)),
+        routed_experts=join_experts((one.generation.routed_experts for one in own), len(joined["input_ids"])),
         timings=Timings(
             generate_s=sum(one.generate_s for one in own),
             preemptions=sum(one.generation.num_preempted for one in own),

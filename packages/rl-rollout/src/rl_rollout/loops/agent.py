@@ -18,16 +18,13 @@ from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generatio
 from rl_rollout.gateway import Gateway, Session
 from rl_rollout.loops.agent_options import AgentOptions
 from rl_rollout.loops.agent_program import AgentProgram, describe_run
-from rl_rollout.loops.agent_task import AgentOutcome, AgentTask
-from rl_rollout.loops.protocol import LoopContext, SessionLoop, SessionResult, describe_failure
+from rl_rollout.loops.protocol import AgentOutcome, AgentTask, LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import read_output
 from rl_rollout.rewards.protocol import AgentRun, RewardInput, RewardResult
 from rl_rollout.rewards.scorer import Scored, function_name, reward_input
-from rl_rollout.tools.user_calls import outcome_within
-from rl_rollout.user_errors import describe_raised, ends_the_run
-from rl_rollout.user_files import find_in
+from rl_rollout.user_code import describe_raised, ends_the_run, find_in, outcome_within
 
 AGENTS: Registry[Any] = Registry("agent", {}, group="rl_rollout.agents")
 

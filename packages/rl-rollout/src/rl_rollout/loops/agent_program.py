@@ -17,10 +17,9 @@ from urllib.parse import urlsplit
 
 from rl_core.errors import RoleError, RolloutError, SettingsError
 from rl_rollout.loops.agent_options import AgentOptions
-from rl_rollout.loops.agent_task import AgentOutcome, AgentTask
+from rl_rollout.loops.protocol import AgentOutcome, AgentTask
 from rl_rollout.rewards.protocol import AgentRun
-from rl_rollout.sandbox import Command, Sandbox, SandboxLimits, SandboxOptions
-from rl_rollout.sandbox.folder import sandbox_folder
+from rl_rollout.sandbox import Command, Sandbox, SandboxLimits, SandboxOptions, sandbox_folder
 
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """Variables of this process that an agent receives. All others are withheld."""

@@ -7,11 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from rl_core.data import NO_VERSION, FinishReason, IntArray, Json, Prompt, Timings, Trajectory
+from rl_core.data import FinishReason, IntArray, Json, Prompt, Timings, Trajectory
 from rl_core.errors import EngineError
 from rl_core.record_fields import PositiveInt, settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
-from rl_rollout.loops.outcomes import join_experts
+from rl_rollout.loops.outcomes import join_experts, join_parts
 from rl_rollout.loops.protocol import LoopContext, SessionResult
 from rl_rollout.loops.single_turn import with_reward
 from rl_rollout.rewards.scorer import Scored, reward_input
@@ -65,29 +65,16 @@ class _Open:
         self.sampled.append(generation)
 
     def close(self, prompt: Prompt, *, session_index: int, output_index: int) -> Trajectory:
-        ids = np.concatenate(self.parts).astype(np.int32, copy=False)
-        mask = np.zeros(len(ids), dtype=np.bool_)
-        logprobs = np.zeros(len(ids), dtype=np.float32)
-        versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
-        own = [one for one in self.sampled[self.first_own :] if one is not None]
-        start = 0
-        for index, (part, generation) in enumerate(zip(self.parts, self.sampled, strict=True)):
-            stop = start + len(part)
-            if generation is not None and index >= self.first_own:
-                mask[start:stop] = True
-                logprobs[start:stop] = generation.logprobs
-                versions[start:stop] = generation.policy_versions
-            start = stop
+        trained = [*[None] * self.first_own, *self.sampled[self.first_own :]]
+        joined = join_parts(list(zip(self.parts, trained, strict=True)))
+        experts = (generation.routed_experts for generation in trained if generation is not None)
         return Trajectory(
             prompt_uid=prompt.uid,
             session_index=session_index,
             output_index=output_index,
-            input_ids=ids,
-            loss_mask=mask,
-            rollout_logprobs=logprobs,
-            policy_versions=versions,
+            **joined,
             finish_reason=self.finish_reason,
-            routed_experts=join_experts((one.routed_experts for one in own), len(ids)),
+            routed_experts=join_experts(experts, len(joined["input_ids"])),
             timings=Timings(generate_s=self.generate_s, tools_s=self.tools_s, preemptions=self.num_preempted),
         )
 

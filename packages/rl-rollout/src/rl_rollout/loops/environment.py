@@ -22,9 +22,7 @@ from rl_rollout.rewards.outputs import preview_error, read_output, typed_preview
 from rl_rollout.rewards.protocol import RewardOutput, RewardResult
 from rl_rollout.rewards.scorer import Scored
 from rl_rollout.tools.protocol import shortened
-from rl_rollout.tools.user_calls import BlockingCalls, Outcome, outcome_within
-from rl_rollout.user_errors import describe_raised, ends_the_run
-from rl_rollout.user_files import find_in
+from rl_rollout.user_code import BlockingCalls, Outcome, describe_raised, ends_the_run, find_in, outcome_within
 
 log = structlog.get_logger(__name__)
 

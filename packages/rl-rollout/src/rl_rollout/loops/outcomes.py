@@ -1,13 +1,14 @@
-"""Checks the results of agent loops. An invalid session fails without affecting others."""
+"""Joins a session's tokens to trajectories, and checks what loops return. An invalid session fails only itself."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from rl_core.data import ExpertArray, Prompt, Trajectory, encodable
+from rl_core.data import NO_VERSION, ExpertArray, IntArray, Prompt, Trajectory, encodable
 from rl_core.errors import DataError
+from rl_rollout.engines.protocol import Generation
 from rl_rollout.loops.protocol import SessionResult, loop_name
 from rl_rollout.rewards.outputs import preview_error, read_extras, read_output, typed_preview
 from rl_rollout.rewards.protocol import RewardResult
@@ -32,6 +33,30 @@ def check_sessions(given: Any, *, loop: object, prompt: Prompt, num_sessions: in
     else:
         return tuple(_checked(session, name=name, prompt=prompt, index=index) for index, session in enumerate(given))
     return (SessionResult(failure=failure),) * num_sessions
+
+
+def join_parts(parts: Sequence[tuple[IntArray, Generation | None]]) -> dict[str, Any]:
+    """Return the tokens of a trajectory with their columns, by the names of `Trajectory`'s fields.
+
+    Args:
+        parts: Token ids, in order; each with the engine's output that sampled them if they train, else with None.
+
+    Returns:
+        [T] input_ids, loss_mask, rollout_logprobs and policy_versions.
+    """
+    ids = np.concatenate([part for part, _ in parts]).astype(np.int32, copy=False)
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    logprobs = np.zeros(len(ids), dtype=np.float32)
+    versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
+    start = 0
+    for part, generation in parts:
+        stop = start + len(part)
+        if generation is not None:
+            mask[start:stop] = True
+            logprobs[start:stop] = generation.logprobs
+            versions[start:stop] = generation.policy_versions
+        start = stop
+    return {"input_ids": ids, "loss_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}
 
 
 def join_experts(told: Iterable[ExpertArray | None], num_tokens: int) -> ExpertArray | None:

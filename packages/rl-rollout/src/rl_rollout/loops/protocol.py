@@ -1,4 +1,4 @@
-"""Interfaces of agent loops, which turn a prompt into sessions, and each session into trajectories."""
+"""Interfaces of agent loops, which turn a prompt into sessions, and each session into trajectories; agents' tasks."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -7,15 +7,16 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Protocol
 
-from rl_core.data import IntArray, Prompt, Trajectory, encodable
+from rl_core.data import IntArray, Json, Prompt, Trajectory, encodable
 from rl_core.errors import RLError, RolloutError
 from rl_core.record_fields import record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.answers import opens_thinking
 from rl_rollout.rewards.outputs import preview_error
+from rl_rollout.rewards.protocol import AgentRun, RewardResult
 from rl_rollout.rewards.scorer import RewardScorer
-from rl_rollout.user_errors import describe_raised, ends_the_run
+from rl_rollout.user_code import describe_raised, ends_the_run
 
 SEED_BITS = 52
 """Seeds are below 2**52, so that seed + i is exact in JSON, int64 and double."""
@@ -113,6 +114,49 @@ class SessionLoop(ABC):
             if ends_the_run(error):
                 raise
             return SessionResult(failure=describe_failure(self, error))
+
+
+@record
+class AgentTask:
+    """The task of a third-party agent, which calls the policy through the gateway.
+
+    Attributes:
+        prompt: The row, with its messages, columns and ground truth.
+        base_url: URL of the gateway. Clients of OpenAI's API append "/v1".
+        api_key: Key of the session.
+        session_index: Index of the session in the group.
+    """
+
+    prompt: Prompt
+    base_url: str
+    api_key: str
+    session_index: int = 0
+
+    @property
+    def text(self) -> str:
+        """The prompt as one text."""
+        if not self.prompt.messages:
+            return str(self.prompt.columns.get("prompt", ""))
+        return "\n\n".join(str(message.get("content", "")) for message in self.prompt.messages)
+
+    def shown(self, columns: tuple[str, ...]) -> dict[str, Json]:
+        """Return the prompt for a program: without its ground truth, and with only these columns."""
+        prompt = self.prompt
+        chosen = {name: prompt.columns.get(name) for name in columns}
+        return {"uid": prompt.uid, "prompt": self.text, "messages": list(prompt.messages), "columns": chosen}
+
+
+@record
+class AgentOutcome:
+    """The outcome of a third-party agent.
+
+    Attributes:
+        run: How its program ran; None if it was not a program.
+        reward: The reward that it returned; None leaves it to the scorer.
+    """
+
+    run: AgentRun | None = None
+    reward: RewardResult | None = None
 
 
 def describe_failure(loop: object, error: BaseException) -> str:

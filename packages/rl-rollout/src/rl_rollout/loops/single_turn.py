@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from rl_core.data import NO_VERSION, Prompt, Timings, Trajectory
+from rl_core.data import Prompt, Timings, Trajectory
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import GenerateRequest, Generation
+from rl_rollout.loops.outcomes import join_parts
 from rl_rollout.loops.protocol import LoopContext, SessionResult
 from rl_rollout.rewards.protocol import RewardInput
 from rl_rollout.rewards.scorer import Scored, reward_input
@@ -71,21 +70,10 @@ class SingleTurnLoop:
 
 def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int, generate_s: float) -> Trajectory:
     """Build one trajectory from prompt and response, with the response's tokens exactly as sampled."""
-    num_prompt, num_response = len(prompt.input_ids), len(generation.token_ids)
-    num_tokens = num_prompt + num_response
-    loss_mask = np.zeros(num_tokens, dtype=np.bool_)
-    loss_mask[num_prompt:] = True
-    rollout_logprobs = np.zeros(num_tokens, dtype=np.float32)
-    rollout_logprobs[num_prompt:] = generation.logprobs
-    policy_versions = np.full(num_tokens, NO_VERSION, dtype=np.int32)
-    policy_versions[num_prompt:] = generation.policy_versions
     return Trajectory(
         prompt_uid=prompt.uid,
         session_index=session_index,
-        input_ids=np.concatenate([prompt.input_ids, generation.token_ids]).astype(np.int32, copy=False),
-        loss_mask=loss_mask,
-        rollout_logprobs=rollout_logprobs,
-        policy_versions=policy_versions,
+        **join_parts([(prompt.input_ids, None), (generation.token_ids, generation)]),
         finish_reason=generation.finish_reason,
         routed_experts=generation.routed_experts,
         timings=Timings(generate_s=generate_s, preemptions=generation.num_preempted),

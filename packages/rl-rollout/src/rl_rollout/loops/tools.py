@@ -23,7 +23,7 @@ from rl_rollout.tools import CallOptions, ToolBox, ToolRunner, resolve_tools
 from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.parsers import ParsedTurn, ToolParser, is_of_vllm, parser_for, resolve_parser
 from rl_rollout.tools.protocol import Tool, ToolCall, ToolResult
-from rl_rollout.user_errors import ends_the_run
+from rl_rollout.user_code import ends_the_run
 
 if TYPE_CHECKING:
     from rl_rollout.tools.mcp import McpServer

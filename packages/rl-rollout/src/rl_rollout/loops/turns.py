@@ -111,7 +111,7 @@ class ChatTurns:
             return prompt.input_ids
         messages = [dict(message) for message in prompt.messages]
         if observation is not None:
-            messages.append({"role": "user", "content": self._harmless(observation)})
+            messages.append({"role": "user", "content": harmless(observation, self.control_tokens)})
         return self._encode(self._tokenizer.render(messages, where=f"prompt {prompt.uid}", tools=self._tools))
 
     def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:
@@ -122,7 +122,9 @@ class ChatTurns:
         Raises:
             DataError: The template refuses the reply.
         """
-        named = [Reply(text=self._harmless(one.text), name=one.name or self._any_name()) for one in replies]
+        named = [
+            Reply(text=harmless(one.text, self.control_tokens), name=one.name or self._any_name()) for one in replies
+        ]
         return self.following_ids(self._messages(named), calls=[one.name for one in named], last_token=last_token)
 
     def opening_ids(self, messages: Sequence[Message]) -> IntArray:
@@ -226,7 +228,7 @@ class ChatTurns:
         if self._role == "user":
             return [{"role": "user", "content": reply.text} for reply in replies]
         return [
-            {"role": "tool", "tool_call_id": _call_id(index), "name": reply.name, "content": reply.text}
+            {"role": "tool", "tool_call_id": numbered_call(index), "name": reply.name, "content": reply.text}
             for index, reply in enumerate(replies)
         ]
 
@@ -240,10 +242,6 @@ class ChatTurns:
 
     def _encode(self, text: str) -> IntArray:
         return np.array(self._tokenizer.encode([text], add_special_tokens=False)[0], dtype=np.int32)
-
-    def _harmless(self, text: str) -> str:
-        """Return the text with control tokens broken up, so that a tool cannot end a turn or speak for the user."""
-        return self.control_tokens.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 
 class PlainTurns:
@@ -325,11 +323,17 @@ def _content(_replies: Sequence[Reply], mark: str) -> list[Message]:
 
 def _calls(replies: Sequence[Reply], arguments: Any) -> list[Message]:
     calls = [
-        {"id": _call_id(index), "type": "function", "function": {"name": reply.name, "arguments": arguments}}
+        {"id": numbered_call(index), "type": "function", "function": {"name": reply.name, "arguments": arguments}}
         for index, reply in enumerate(replies)
     ]
     return [{"role": "assistant", "content": "", "tool_calls": calls}]
 
 
-def _call_id(index: int) -> str:
-    return f"call{index:05d}"  # nine letters and digits, as Mistral's templates require
+def numbered_call(index: int) -> str:
+    """Return a call id of nine letters and digits, the format that Mistral's templates require."""
+    return f"call{index:05d}"
+
+
+def harmless(text: str, control_tokens: re.Pattern[str]) -> str:
+    """Return the text with control tokens broken up, so that it cannot end a turn or speak for someone else."""
+    return control_tokens.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)

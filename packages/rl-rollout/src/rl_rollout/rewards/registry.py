@@ -10,7 +10,7 @@ from rl_core.errors import SettingsError
 from rl_core.registry import Registry, nearest_name
 from rl_core.secret_settings import hide, resolve_secrets
 from rl_rollout.rewards.protocol import RewardFunction
-from rl_rollout.user_files import find_in
+from rl_rollout.user_code import find_in
 
 REWARDS: Registry[Any] = Registry(
     "reward function",

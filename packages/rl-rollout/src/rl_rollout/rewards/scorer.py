@@ -21,7 +21,7 @@ from rl_rollout.rewards.options import FailurePolicy
 from rl_rollout.rewards.outputs import preview_error, read_output
 from rl_rollout.rewards.protocol import RewardFunction, RewardInput, RewardResult
 from rl_rollout.rewards.registry import check_callable
-from rl_rollout.user_errors import describe_raised, is_meant_for_us
+from rl_rollout.user_code import describe_raised, is_meant_for_us
 
 NO_LIMIT_S = 1e9
 FAILED_COMPONENT = "reward_failed"

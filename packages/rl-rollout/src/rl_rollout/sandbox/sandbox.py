@@ -1,13 +1,18 @@
 """Runs untrusted programs, each in its own processes with limits."""
 
 import asyncio
+import contextlib
+import functools
 import math
 import os
 import random
 import secrets
+import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +20,16 @@ from typing import Any
 import structlog
 
 from rl_core.errors import RoleError, SettingsError
-from rl_rollout.sandbox.folder import FIRST_UID, NOBODY, NUM_UIDS, sandbox_folder
+from rl_core.files import make_locked_folder, remove_unlocked_folders
 from rl_rollout.sandbox.launching import Output, Serve, launch, library_path
 from rl_rollout.sandbox.options import GUARANTEES, Level, ProgramRun, SandboxLimits, SandboxOptions
 from rl_rollout.sandbox.system_calls import system_call_filter
 
 log = structlog.get_logger(__name__)
 
+FIRST_UID, NUM_UIDS, NOBODY = 61184, 4096, 65534
+"""User ids of programs, which own their folders."""
+FOLDER_PREFIX = "rl-sandbox-"
 PROGRAM = "program.py"
 KEPT_BYTES = 1 << 16
 """Size of a command's output that is kept, for each stream."""
@@ -237,3 +245,38 @@ def _readable(paths: Iterable[str]) -> list[str]:
         if not any(Path(path).is_relative_to(other) and not Path(other).is_symlink() for other in found):
             found.append(path)
     return found
+
+
+@contextlib.contextmanager
+def sandbox_folder(uid: int | None) -> Iterator[str]:
+    """Make a temporary folder of a user, and remove it afterwards.
+
+    It is locked while this process lives, so that a later process can remove a stale one.
+    """
+    parent = Path(tempfile.gettempdir())
+    _sweep(parent)
+    path, lock = make_locked_folder(parent, FOLDER_PREFIX, mode=0o700)
+    folder = str(path)
+    try:
+        if uid is not None:
+            os.chown(folder, uid, uid)
+        yield folder
+    finally:
+        _remove(folder)
+        os.close(lock)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder, whatever a program left in it."""
+    with contextlib.suppress(RecursionError):  # deeply nested folders
+        shutil.rmtree(folder, ignore_errors=True)
+    if Path(folder).exists():  # for example read-only folders of package managers
+        subprocess.run(["/bin/chmod", "-R", "u+rwX", folder], check=False, stderr=subprocess.DEVNULL)  # noqa: S603
+        subprocess.run(["/bin/rm", "-rf", folder], check=False)  # noqa: S603 (our own folder)
+
+
+@functools.cache
+def _sweep(parent: Path) -> None:
+    """Remove the folders of killed processes, once per process."""
+    others = (*range(FIRST_UID, FIRST_UID + NUM_UIDS), NOBODY) if os.geteuid() == 0 else ()
+    remove_unlocked_folders(parent.glob(f"{FOLDER_PREFIX}*"), also_of=others)

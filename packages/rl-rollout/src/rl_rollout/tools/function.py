@@ -10,7 +10,7 @@ from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_rollout.rewards.outputs import preview
 from rl_rollout.tools.protocol import result_text
-from rl_rollout.tools.user_calls import BlockingCalls
+from rl_rollout.user_code import BlockingCalls
 
 MAX_SHOWN_FAULTS = 5
 

@@ -14,8 +14,7 @@ from rl_core.registry import Registry, unknown_name
 from rl_rollout.rewards.outputs import cut, preview, preview_error
 from rl_rollout.tools.function import FunctionTool
 from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, refuse_unfinished, shortened, tool_schema
-from rl_rollout.tools.user_calls import outcome_within
-from rl_rollout.user_files import find_in
+from rl_rollout.user_code import find_in, outcome_within
 
 TOOLS: Registry[Any] = Registry("tool", {}, group="rl_rollout.tools")
 

@@ -26,15 +26,19 @@ from rl_core.queue.core import QueueCore
 from rl_core.queue.group import QueuedGroup
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.records import (
+    DATABASE,
     FORMAT_VERSION,
+    SEGMENTS,
+    TABLES,
     JournaledGroup,
     QueueCounts,
+    check_database,
     read_journal,
     read_meta,
     readable,
+    with_checksum,
 )
-from rl_core.queue.journal.schema import DATABASE, SEGMENTS, TABLES, check_database, with_checksum
-from rl_core.queue.prompts import encode_prompt
+from rl_core.queue.messages import encode_prompt
 
 EPOCH_LEASES = 1 << 40
 """Range of lease and segment numbers for one server process; the next server uses the next range."""

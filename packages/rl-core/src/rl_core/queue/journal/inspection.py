@@ -13,13 +13,11 @@ import msgspec
 
 from rl_core.errors import JournalError
 from rl_core.queue.group import QueuedGroup
-from rl_core.queue.interface import TaskSpec
+from rl_core.queue.interface import STATES, TaskSpec
 from rl_core.queue.journal.database import Recovery, translated
-from rl_core.queue.journal.records import FORMAT_VERSION, read_journal, read_meta, readable
-from rl_core.queue.journal.schema import DATABASE, check_database
+from rl_core.queue.journal.records import DATABASE, FORMAT_VERSION, check_database, read_journal, read_meta, readable
 from rl_core.terminal_text import bytes_text, printable, table_lines
 
-STATES = ("issued", "settled", "done", "dropped")
 COLUMNS = (
     "uid",
     "state",
@@ -142,7 +140,7 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     size = bytes_text(report["size_bytes"])
     yield "stored", f"{report['num_rows']} rows, {report['num_tokens']} tokens, {size} of columns"
     for name in ("acks", "drops", "counts"):
-        yield name, _counts(report[name])
+        yield name, ", ".join(f"{printable(key)} {value}" for key, value in sorted(report[name].items())) or "none"
     lost = "" if recovery is None else f"; {len(recovery['lost_segments'])} segments lost"
     yield "last open", "none" if recovery is None else f"{_states(recovery['prompts'])}{lost}"
 
@@ -180,7 +178,3 @@ def _names(names: Iterable[str]) -> str:
 
 def _states(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{counts[state]} {state}" for state in STATES if counts.get(state)) or "no prompts"
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{printable(name)} {value}" for name, value in sorted(counts.items())) or "none"

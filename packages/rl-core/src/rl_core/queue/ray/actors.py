@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rl_core.data.segment import segment_size
 from rl_core.errors import JournalError, SegmentError
 from rl_core.queue.interface import QueueOptions, TaskSpec
-from rl_core.queue.journal.schema import SEGMENTS
+from rl_core.queue.journal.records import SEGMENTS
 from rl_core.queue.messages import Ack, Leased, Put, Refused, Reply, decode_request
 from rl_core.queue.service import QueueService
 from rl_core.queue.shared_memory.scratch import ScratchName, mapped_scratch

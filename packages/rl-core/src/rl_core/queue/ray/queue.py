@@ -17,11 +17,10 @@ from rl_core.data.batch import Batch
 from rl_core.data.segment import decode_segment
 from rl_core.errors import DeadlineError, JournalError, NotReadyError, RLError, RoleError, SegmentError
 from rl_core.queue.client import TransferQueue
-from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.interface import QueueOptions, TaskSpec, checked_options
 from rl_core.queue.messages import Ack, Leased, Put, Reply, Request, as_retry, decode_reply
-from rl_core.queue.payload import Prepared, prepare_segment
+from rl_core.queue.rows import Prepared, prepare_segment
 from rl_core.queue.shared_memory.scratch import Scratches
-from rl_core.queue.tasks import checked_options
 
 GRACE_S = 20.0
 START_DEADLINE_S = 120.0

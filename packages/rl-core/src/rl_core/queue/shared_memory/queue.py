@@ -22,7 +22,7 @@ from rl_core import errors
 from rl_core.errors import DeadlineError, NotReadyError, RoleError, SettingsError
 from rl_core.files.locked_folders import make_locked_folder, remove_unlocked_folders
 from rl_core.queue.client import TransferQueue
-from rl_core.queue.interface import QueueOptions, TaskSpec
+from rl_core.queue.interface import QueueOptions, TaskSpec, checked_options
 from rl_core.queue.messages import (
     FRAME,
     MAX_FRAME_BYTES,
@@ -37,7 +37,6 @@ from rl_core.queue.messages import (
 )
 from rl_core.queue.shared_memory.server import SOCKET
 from rl_core.queue.shared_memory.slots import SlotRows
-from rl_core.queue.tasks import checked_options
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory on Linux
 PREFIX = "rl-queue-"

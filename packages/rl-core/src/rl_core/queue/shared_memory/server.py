@@ -18,7 +18,7 @@ import msgspec
 
 from rl_core.queue.interface import QueueOptions, TaskSpec
 from rl_core.queue.journal.database import lock_directory
-from rl_core.queue.journal.schema import SEGMENTS
+from rl_core.queue.journal.records import SEGMENTS
 from rl_core.queue.messages import (
     FRAME,
     MAX_FRAME_BYTES,

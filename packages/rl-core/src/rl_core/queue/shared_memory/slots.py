@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rl_core.data.batch import Batch
 from rl_core.data.segment import decode_segment, segment_size
 from rl_core.errors import JournalError, SegmentError
-from rl_core.queue.payload import Prepared, prepare_segment
+from rl_core.queue.rows import Prepared, prepare_segment
 
 SMALLEST_BYTES = 1 << 16
 SPARE_BYTES = 1 << 30

@@ -4,7 +4,7 @@ With tensor parallelism, each rank is its own process. It gets no tensors, and r
 its senders.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -77,14 +77,16 @@ class WorkerExtension:
         Returns:
             Checksum of each tensor as this rank received it.
         """
-        model = self.model_runner.get_model()
+        model, left_out = self.model_runner.get_model(), set(tied)
         with self._opened(source) as tensors, PassingChecksums(kinds) as sums:
             before_reload(model)
             initialize_layerwise_reload(model)
-            model.load_weights(noted(model, _untied(sums.passing(tensors), set(tied))))
+            own = ((name, tensor) for name, tensor in sums.passing(tensors) if name not in left_out)
+            model.load_weights(noted(model, own))
             finalize_layerwise_reload(model, self.model_runner.model_config)
             repack_output_head(model)
-            self._drop_adapter()
+            if self._adapter_slot is not None:
+                self._adapter_slot.drop()
             return sums.result()
 
     def gpu_use(self) -> list[GpuUse]:
@@ -129,10 +131,6 @@ class WorkerExtension:
         if self._adapter_slot is None:
             raise RuntimeError("vLLM was started without slots for adapters.")
         return self._adapter_slot
-
-    def _drop_adapter(self) -> None:
-        if self._adapter_slot is not None:
-            self._adapter_slot.drop()
 
     @torch.inference_mode()
     def probe_live_weights(self, names: Iterable[str], with_others: bool = False) -> LiveParts:
@@ -225,11 +223,6 @@ def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def _untied(tensors: Iterable[tuple[str, torch.Tensor]], tied: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Drop tensors that the model serves from another tensor."""
-    return ((name, tensor) for name, tensor in tensors if name not in tied)
 
 
 def repack_output_head(model: torch.nn.Module) -> None:

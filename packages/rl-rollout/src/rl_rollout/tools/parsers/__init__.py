@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rl_core.errors import SettingsError
 from rl_core.registry import Registry
 from rl_rollout.tools.parsers.protocol import ParsedTurn, ToolParser
-from rl_rollout.user_files import find_in
+from rl_rollout.user_code import find_in
 
 if TYPE_CHECKING:
     from rl_rollout.prompts.tokenizer import PromptTokenizer
