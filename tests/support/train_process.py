@@ -19,6 +19,8 @@ from typing import Any
 
 from tiny_run import TinyRun
 
+from rl_core.cluster.processes.guard import is_running
+
 DRIVER = Path(__file__).with_name("command_driver.py")
 DEADLINE_S = 120.0
 TICK_S = 0.02
@@ -132,8 +134,10 @@ class TrainProcess:
             self._process.wait(10.0)
 
     def kill_all(self) -> None:
-        """Kill it and all its child processes at once."""
-        while left := marked_processes(self._mark):
+        """Kill it and all its child processes at once; return once they hold no files."""
+        killed: set[int] = set()
+        while (left := marked_processes(self._mark)) or any(map(holds_files, killed)):
+            killed.update(left)
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -150,6 +154,14 @@ class TrainProcess:
     def end(self) -> None:
         """Kill its remaining processes."""
         self.kill_all()
+
+
+def holds_files(pid: int) -> bool:
+    """Return True until a killed process has closed its files, which it does after it has lost its environment."""
+    try:
+        return is_running(pid) or len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class Terminal:
