@@ -1,7 +1,6 @@
 """Adapters in peft's format: round trips are exact, errors name invalid files, and a merge adds the product."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensor_folders import damage
 
 from rl_core.errors import DataError
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
@@ -171,17 +171,9 @@ def test_other_tensors_are_refused(edit: Callable[[dict[str, torch.Tensor]], obj
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-@pytest.mark.parametrize("damage", ["missing", "torn", "empty", "folder", "pipe"])
-def test_a_damaged_file_is_refused(name: str, damage: str, adapter: Path):
-    file = adapter / name
-    content = file.read_bytes()
-    file.unlink()
-    if damage == "folder":
-        file.mkdir()
-    elif damage == "pipe":
-        os.mkfifo(file)
-    elif damage != "missing":
-        file.write_bytes(content[:-7] if damage == "torn" else b"")
+@pytest.mark.parametrize("how", ["missing", "torn", "empty", "folder", "pipe"])
+def test_a_damaged_file_is_refused(name: str, how: str, adapter: Path):
+    damage(adapter / name, how)
     with pytest.raises(DataError, match=name.replace(".", r"\.")):
         AdapterFolder(adapter)
 
