@@ -150,11 +150,11 @@ class LearnerLink(RoleLink):
             return await self.when(self._held[step]).probe(step, sequences, top_k)
         return None
 
-    async def _call(self, is_current: IsCurrent, method: str, *args: Any) -> Any:
+    async def _call(self, is_current: IsCurrent, method: str, *args: Any, **kwargs: Any) -> Any:
         incarnation = await self._role.ready()
         if not is_current():
             raise RoleRestartedError("the learner was rolled back to its last checkpoint.")
-        return await getattr(self._role.methods(incarnation=incarnation), method)(*args)
+        return await self._role.call(incarnation, method, *args, **kwargs)
 
     async def _begin(self, role: Incarnation) -> None:
         learner: RunLearner = role.methods()

@@ -31,10 +31,10 @@ class SupervisedRole:
         Args:
             incarnation: The incarnation to call; None means the current one.
         """
-        return Methods(partial(self._call, incarnation))
+        return Methods(partial(self.call, incarnation))
 
-    async def _call(self, incarnation: int | None, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method.
+    async def call(self, incarnation: int | None, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of an incarnation; see `methods`.
 
         Raises:
             RoleRestartedError: The role died and was restarted.
