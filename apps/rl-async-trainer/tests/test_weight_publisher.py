@@ -11,9 +11,13 @@ from scripted_replicas import a_canary, an_update
 
 from rl_async_trainer.controller.weight_publisher import WeightPublisher
 from rl_core.cluster import RoleRestartedError
-from rl_core.errors import DeadlineError
+from rl_core.errors import DeadlineError, WeightProofError
 from rl_core.weights import Canary, ProofTolerances, PublishReport, TokenScores
 from rl_distill.learner_host import PackedWeights
+
+
+def never_told(version: int, error: WeightProofError) -> None:
+    pytest.fail(f"the proof of version {version} failed: {error}")
 
 
 def linked(learner: SimpleNamespace) -> Any:
@@ -32,7 +36,9 @@ def publish(rollouter: Any, *, deadline_s: float) -> None:
 
     async def work() -> None:
         learner = linked(SimpleNamespace(pack=packed))
-        publisher = WeightPublisher(learner, rollouter, asyncio.Condition(), deadline_s=deadline_s, on_served=served)
+        publisher = WeightPublisher(
+            learner, rollouter, asyncio.Condition(), deadline_s=deadline_s, on_served=served, on_failed_proof=never_told
+        )
         await publisher.pack(5)
         await publisher.run()
 
@@ -81,7 +87,9 @@ def test_weights_that_are_packed_again_for_a_new_rollouter_must_not_change_meanw
     async def work() -> None:
         nonlocal publisher
         changed = asyncio.Condition()
-        publisher = WeightPublisher(learner, rollouter, changed, deadline_s=60.0, on_served=served)
+        publisher = WeightPublisher(
+            learner, rollouter, changed, deadline_s=60.0, on_served=served, on_failed_proof=never_told
+        )
         async with changed:
             publisher.lost()
         assert not publisher.is_live
@@ -138,7 +146,9 @@ def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
     async def work() -> None:
         nonlocal publisher
         changed = asyncio.Condition()
-        publisher = WeightPublisher(learner, rollouter, changed, deadline_s=60.0, on_served=served)
+        publisher = WeightPublisher(
+            learner, rollouter, changed, deadline_s=60.0, on_served=served, on_failed_proof=never_told
+        )
         running = asyncio.create_task(publisher.run())
         async with asyncio.timeout(60):
             await publisher.pack_and_wait(5)
@@ -149,3 +159,60 @@ def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
     asyncio.run(work())
     once = ["packed", "published 5", "proved"]
     assert happened == [*once, *(["packed", "published 6", "proved"] if dies else []), "served"]
+
+
+@pytest.mark.parametrize("outcomes", ["s", "fs", "ff", "fsfs"])
+def test_weights_are_packed_and_published_once_more_after_a_failed_proof(outcomes: str):
+    """A second failure in succession is the run's error."""
+    happened: list[str] = []
+    left = list(outcomes)
+
+    async def pack(version: int | None) -> PackedWeights:
+        happened.append(f"packed {version}")
+        return PackedWeights(update=an_update(version or 5), canary=a_canary(), step=5, pack_s=0.0)
+
+    async def take(packed: PackedWeights) -> PublishReport:
+        if left.pop(0) == "f":
+            raise WeightProofError("'b' differs", tensor="b")
+        return PublishReport(
+            version=packed.update.version,
+            fingerprint="",
+            num_tensors=1,
+            probe_max_diff=0.0,
+            canary_max_diff=0.0,
+            update_s=0.0,
+            proof_s=0.0,
+        )
+
+    async def served(_: PackedWeights, found: PublishReport) -> None:
+        happened.append(f"served {found.version}")
+
+    async def check_alive() -> None:
+        pass
+
+    learner = linked(SimpleNamespace(pack=pack))
+    learner.check_alive = check_alive
+
+    async def work() -> None:
+        publisher = WeightPublisher(
+            learner,
+            SimpleNamespace(publish=take),  # type: ignore[arg-type]
+            asyncio.Condition(),
+            deadline_s=60.0,
+            on_served=served,
+            on_failed_proof=lambda version, error: happened.append(f"failed {version} {error.tensor}"),
+        )
+        running = asyncio.create_task(publisher.run())
+        async with asyncio.timeout(60):
+            while left and not running.done():
+                publishing = asyncio.create_task(publisher.pack_and_wait(5))
+                await asyncio.wait([running, publishing], return_when=asyncio.FIRST_COMPLETED)
+                publishing.cancel()
+        running.cancel()
+        await running
+
+    once, again = ["packed 5", "served 5"], ["packed 5", "failed 5 b", "packed None", "served 5"]
+    expected = {"s": once, "fs": again, "ff": again[:3], "fsfs": again + again}
+    with pytest.raises(WeightProofError if outcomes == "ff" else asyncio.CancelledError):
+        asyncio.run(work())
+    assert happened == expected[outcomes]

@@ -17,7 +17,6 @@ from rl_core.weights.publish import (
     check_receipt,
     prove_canary,
     publish_weights,
-    retry_proof,
 )
 from rl_core.weights.transports import TensorTransport
 from rl_core.weights.update import Canary, TokenScores, WeightReceipt, WeightUpdate
@@ -137,25 +136,6 @@ def test_a_tensor_that_did_not_arrive_is_named():
     with pytest.raises(WeightProofError, match=r"'norm\.weight' did not arrive") as caught:
         publish(Lossy())
     assert caught.value.tensor == "norm.weight"
-
-
-@pytest.mark.parametrize("num_failures", [0, 1, 2])
-def test_a_failed_proof_is_tried_once_more(num_failures):
-    tries, told = [], []
-
-    async def publish_once():
-        tries.append(len(tries))
-        if len(tries) <= num_failures:
-            raise WeightProofError(f"proof {len(tries)} failed", tensor="norm.weight")
-        return len(tries)
-
-    if num_failures == 2:
-        with pytest.raises(WeightProofError, match="proof 2 failed"):
-            asyncio.run(retry_proof(publish_once, on_failure=told.append))
-    else:
-        assert asyncio.run(retry_proof(publish_once, on_failure=told.append)) == num_failures + 1
-    assert len(tries) == min(num_failures + 1, 2)
-    assert [str(error) for error in told] == ["proof 1 failed"][:num_failures]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

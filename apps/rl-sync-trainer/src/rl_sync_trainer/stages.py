@@ -7,8 +7,9 @@ from functools import partial
 
 from rl_core import Batch, Prompt
 from rl_core.cluster import within
+from rl_core.errors import WeightProofError
 from rl_core.gpus import gpu_use_of
-from rl_core.weights import PublishReport, retry_proof
+from rl_core.weights import PublishReport
 from rl_core.weights.ipc import IpcTransport
 from rl_metrics.reductions import (
     Recorder,
@@ -238,12 +239,11 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
     """
     deadline_s = parts.settings.rollout.deadline_s
     async with within(deadline_s, f"the engine did not load policy version {version} within {deadline_s:g} s."):
-        report = await retry_proof(
-            lambda: _publish_once(parts, version),
-            on_failure=lambda error: parts.lifecycle.say(
-                "weight_proof_failed", version=version, tensor=error.tensor, error=str(error)
-            ),
-        )
+        try:
+            report = await _publish_once(parts, version)
+        except WeightProofError as error:
+            parts.lifecycle.say("weight_proof_failed", version=version, tensor=error.tensor, error=str(error))
+            report = await _publish_once(parts, version)
     if isinstance(parts.transport, IpcTransport):
         parts.transport.release()
     parts.replay.served(report, engine=parts.engine.traits.name)

@@ -141,6 +141,17 @@ class LearnerHost:
         """Return CPU copies of the policy's tensors by name, and the names that share another's tensor."""
         return await self._run(self._export)
 
+    async def pack(self, version: int | None = None) -> PackedWeights:
+        """Pack the current weights as a policy version, for engines to load.
+
+        Args:
+            version: The version; None uses `version_after` the finished steps.
+
+        Raises:
+            NotReadyError: The learners have not started.
+        """
+        return await self._run(self._pack, version)
+
     async def prove(self, canary: Canary, report: PublishReport, tolerances: ProofTolerances) -> PublishReport:
         """Prove the packed weights, which must be unchanged; see `Learners.proven`.
 
@@ -179,6 +190,10 @@ class LearnerHost:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown()
 
+    def version_after(self, step: int) -> int:
+        """Return the policy version after a step; a subclass may publish less often."""
+        return step
+
     # -- called in the learner's thread
 
     def rows(self, uids: Sequence[str], *, step: int, deadline_s: float) -> Batch:
@@ -210,23 +225,6 @@ class LearnerHost:
                 if left_s <= LEASE_WAIT_S:
                     raise DeadlineError(f"step {step} waited {deadline_s:g} s in total: {error}") from error
 
-    def pack_weights(self, version: int) -> PackedWeights:
-        """Pack the current weights as a policy version for the engines.
-
-        Raises:
-            NotReadyError: The learners have not started.
-        """
-        started = time.perf_counter()
-        with self.doing(f"packs the weights of version {version}"):
-            learners, transport = self._started, self.transport
-            if transport is None:
-                raise NotReadyError("the learner has not started.")
-            canary = learners.canary(self._canary_sequences, replays=self._options.replays)
-            packed = learners.pack(transport, version=version, steps_on=True)
-        is_live = packed.is_sent or canary.logprobs is None
-        pack_s = time.perf_counter() - started
-        return PackedWeights(update=packed, canary=canary, step=self.step, pack_s=pack_s, is_live=is_live)
-
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Record the work in progress, such as "trains step 3", for `report`."""
@@ -237,6 +235,19 @@ class LearnerHost:
             self._doing = "waits for the next order", time.monotonic()
 
     # -- internal
+
+    def _pack(self, version: int | None) -> PackedWeights:
+        started = time.perf_counter()
+        version = self.version_after(self.step) if version is None else version
+        with self.doing(f"packs the weights of version {version}"):
+            learners, transport = self._started, self.transport
+            if transport is None:
+                raise NotReadyError("the learner has not started.")
+            canary = learners.canary(self._canary_sequences, replays=self._options.replays)
+            update = learners.pack(transport, version=version, steps_on=True)
+        is_live = update.is_sent or canary.logprobs is None
+        pack_s = time.perf_counter() - started
+        return PackedWeights(update=update, canary=canary, step=self.step, pack_s=pack_s, is_live=is_live)
 
     def _export(self) -> tuple[Mapping[str, Any], Mapping[str, str]]:
         policy = self._started.policy

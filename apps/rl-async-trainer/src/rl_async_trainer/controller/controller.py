@@ -85,6 +85,9 @@ class Controller:
             self._changed,
             deadline_s=self._settings.rollout.deadline_s,
             on_served=self._is_served,
+            on_failed_proof=lambda version, error: self._say(
+                "weight_proof_failed", version=version, tensor=error.tensor, error=str(error)
+            ),
         )
 
     async def start(self) -> tuple[str, int]:

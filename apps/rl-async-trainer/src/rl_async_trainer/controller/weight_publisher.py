@@ -10,6 +10,7 @@ from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
 
 OnServed = Callable[[PackedWeights, PublishReport], Awaitable[None]]
+OnFailedProof = Callable[[int, WeightProofError], None]
 
 
 class WeightPublisher:
@@ -27,6 +28,7 @@ class WeightPublisher:
         *,
         deadline_s: float,
         on_served: OnServed,
+        on_failed_proof: OnFailedProof,
     ) -> None:
         """Start with nothing packed.
 
@@ -36,12 +38,15 @@ class WeightPublisher:
             changed: Condition that announces packed and served versions.
             deadline_s: Maximum time to load weights, and again to finish running responses before that.
             on_served: Called after each publication, before waiting callers resume.
+            on_failed_proof: Called with the version and the error before weights are published again.
         """
         self._learner = learner
         self._rollouter = rollouter
         self._changed = changed
         self._deadline_s = 2 * deadline_s
         self._on_served = on_served
+        self._on_failed_proof = on_failed_proof
+        self._has_failed = False
         self._packed: tuple[PackedWeights, IsCurrent] | None = None
         self._is_packing = False
         self._is_wanted = False
@@ -89,16 +94,18 @@ class WeightPublisher:
             await self._changed.wait_for(lambda: self._is_settled)
 
     async def run(self) -> None:
-        """Publish one version after the other to the engines.
+        """Publish one version after the other to the engines. After a failed proof, weights are packed again, once.
 
         Raises:
             DeadlineError: The engines did not load them in time.
+            WeightProofError: The proof failed twice in succession.
             Exception: An error in an engine or the learner.
         """
         while True:
             packed, is_current = await self._next()
             report = await self._give(packed, is_current)
             if report is not None:
+                self._has_failed = False
                 await self._on_served(packed, report)
             async with self._changed:
                 self._packed = None
@@ -136,7 +143,7 @@ class WeightPublisher:
                 self._changed.notify_all()
 
     async def _give(self, packed: PackedWeights, is_current: IsCurrent) -> PublishReport | None:
-        """Publish; None if the rollouter died meanwhile, or the weights were lost with the learner."""
+        """Publish; None if weights must be packed again: one side died meanwhile, or the first proof failed."""
         try:
             async with within(
                 self._deadline_s,
@@ -150,8 +157,12 @@ class WeightPublisher:
                 return await learner.prove(packed.canary, report, self._rollouter.tolerances)
         except RoleRestartedError:
             return None
-        except (EngineError, TransferError, WeightProofError):
+        except (EngineError, TransferError, WeightProofError) as error:
             await self._learner.check_alive()
-            if is_current():
+            if not is_current():
+                return None
+            if self._has_failed or not isinstance(error, WeightProofError):
                 raise
+            self._has_failed = True
+            self._on_failed_proof(packed.update.version, error)
             return None

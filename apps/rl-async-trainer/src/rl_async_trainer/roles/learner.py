@@ -16,7 +16,7 @@ from rl_core.cluster import RoleView
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
 from rl_core.weights import TensorTransport, WeightUpdate, check_receipt
-from rl_distill.learner_host import LearnerHost, LearnerHostOptions, PackedWeights
+from rl_distill.learner_host import LearnerHost, LearnerHostOptions
 from rl_distill.learners import Learners
 from rl_distill.skipping import SkippedUpdates
 from rl_metrics.reductions import Recorder, batch_distributions, summarize_gpus, summarize_staleness
@@ -92,6 +92,10 @@ class RunLearner(LearnerHost):
         """The learners, started with the initial policy's weights."""
         return start_learners(self._settings, log_directory=self._folder / "logs")
 
+    def version_after(self, step: int) -> int:
+        """Return the policy version after a step, by the run's schedule."""
+        return self._settings.schedule_options.version_after(step)
+
     async def train(self, order: StepOrder) -> TrainedStep:
         """Train one step on these groups; they stay in the queue until a checkpoint contains the step.
 
@@ -99,15 +103,6 @@ class RunLearner(LearnerHost):
             NotReadyError: The step does not follow the last one.
         """
         return await self._run(self._train, order)
-
-    async def pack(self, version: int | None) -> PackedWeights:
-        """Pack the current weights as a policy version, for engines to load.
-
-        Args:
-            version: The version; None uses the number of finished steps.
-        """
-        version_after = self._settings.schedule_options.version_after
-        return await self._run(lambda: self.pack_weights(version_after(self.step) if version is None else version))
 
     async def expect_engines(self, count: int) -> None:
         """Set the number of engines that receive weights over the network; see `Learners.expect_engines`."""

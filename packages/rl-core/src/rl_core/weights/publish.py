@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -80,27 +80,53 @@ async def publish_weights(
     """
     if not receivers:
         raise NotReadyError(f"version {update.version} cannot be published without an engine. Start one first.")
-    _check_finite(update, canary)
+    check_finite(update, canary)
     started = time.perf_counter()
     receipts = await asyncio.gather(*(receiver.update_weights(update) for receiver in receivers))
-    updated = time.perf_counter()
+    update_s = time.perf_counter() - started
+    return await prove(update, receipts, receivers, canary=canary, tolerances=tolerances, update_s=update_s)
+
+
+async def prove(
+    update: WeightUpdate,
+    receipts: Sequence[WeightReceipt],
+    receivers: Sequence[WeightReceiver],
+    *,
+    canary: Canary | None,
+    tolerances: ProofTolerances,
+    update_s: float,
+) -> PublishReport:
+    """Compare what each engine received and serves with what was sent; see `publish_weights`.
+
+    Args:
+        update: The update that the engines have loaded.
+        receipts: Each engine's receipt.
+        receivers: The engines, which score the canary.
+        canary: Sequences for the proof; None compares only the receipts.
+        tolerances: Maximum differences.
+        update_s: Seconds until the last engine had loaded the weights, for the report.
+
+    Raises:
+        WeightProofError: An engine serves different weights; the message names the first tensor that differs.
+    """
+    started = time.perf_counter()
     probe_diff = _worst(receipts, lambda receipt: check_receipt(update, receipt, tolerances=tolerances))
     scores: Sequence[Sequence[TokenScores]] = ()
-    canary_diff, is_routed = 0.0, canary.logprobs is None
-    if is_routed or math.isfinite(tolerances.canary):
+    canary_diff, is_routed = 0.0, canary is not None and canary.logprobs is None
+    if canary is not None and (is_routed or math.isfinite(tolerances.canary)):
         scoring = (receiver.score(canary.sequences, with_experts=is_routed) for receiver in receivers)
         scores = await asyncio.gather(*scoring)
-    if not is_routed:
-        canary_diff = _worst(scores, lambda of_engine: _check_scores(canary, of_engine, tolerances))
+        if not is_routed:
+            canary_diff = _worst(scores, lambda of_engine: _check_scores(canary, of_engine, tolerances))
     return PublishReport(
         version=update.version,
         fingerprint=update.fingerprint,
         num_tensors=len(update.served) + len(update.tied),
         probe_max_diff=probe_diff,
         canary_max_diff=canary_diff,
-        update_s=updated - started,
-        proof_s=time.perf_counter() - updated,
-        stall_s=updated - started,
+        update_s=update_s,
+        proof_s=time.perf_counter() - started,
+        stall_s=update_s,
         canary_scores=tuple(scores) if is_routed else (),
         size_bytes=update.size_bytes,
     )
@@ -139,25 +165,6 @@ def prove_canary(
     if not report.canary_scores:
         return report
     return replace(report, canary_scores=(), canary_max_diff=_worst(report.canary_scores, check))
-
-
-async def retry_proof(
-    publish: Callable[[], Awaitable[PublishReport]], *, on_failure: Callable[[WeightProofError], None]
-) -> PublishReport:
-    """Publish, and retry once if the proof fails.
-
-    Args:
-        publish: Sends an update to engines and proves it, such as `publish_weights` with its arguments.
-        on_failure: Called with the error of the first proof.
-
-    Raises:
-        WeightProofError: The second proof failed too.
-    """
-    try:
-        return await publish()
-    except WeightProofError as error:
-        on_failure(error)
-    return await publish()
 
 
 def check_receipt(update: WeightUpdate, receipt: WeightReceipt, *, tolerances: ProofTolerances) -> float:
@@ -235,8 +242,12 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
     return worst
 
 
-def _check_finite(update: WeightUpdate, canary: Canary) -> None:
-    """Refuse weights that are not finite, so that no engine is blamed for them."""
+def check_finite(update: WeightUpdate, canary: Canary) -> None:
+    """Refuse weights that are not finite, so that no engine is blamed for them.
+
+    Raises:
+        WeightProofError: A tensor's probe, or a logprob of the canary, is not finite.
+    """
     for name, digest in update.served.items():
         if not np.isfinite(digest.probe).all():
             raise WeightProofError(

@@ -13,7 +13,7 @@ from rl_core.cluster import RoleReport, RoleView, process_report
 from rl_core.data import IntArray, Prompt, Trajectory
 from rl_core.errors import DeadlineError, NotReadyError, RolloutError
 from rl_core.record_fields import settings_record
-from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate, retry_proof
+from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightUpdate
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.engines.replicas.engine import ReplicatedEngine
 from rl_rollout.engines.replicas.replica import EngineLoad
@@ -141,7 +141,7 @@ class Rollouter:
     async def publish(
         self, update: WeightUpdate, canary: Canary, tolerances: ProofTolerances, drain: bool = False
     ) -> PublishReport:
-        """Send an update to every engine, and prove that each serves it. A failed proof is retried once.
+        """Send an update to every engine, and prove that each serves it.
 
         Args:
             update: The weights.
@@ -151,22 +151,12 @@ class Rollouter:
 
         Raises:
             DeadlineError: An engine did not finish in time.
-            WeightProofError: The second proof failed too.
+            WeightProofError: An engine serves other weights.
         """
-        send = partial(
-            self._started[0].publish,
-            update,
-            canary=canary,
-            tolerances=tolerances,
-            drain=drain,
-            drain_deadline_s=self._options.deadline_s,
-        )
+        engine, deadline_s = self._started[0], self._options.deadline_s
         with self._served.changing(update.version):
-            report = await retry_proof(
-                send,
-                on_failure=lambda error: self.say(
-                    "weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error)
-                ),
+            report = await engine.publish(
+                update, canary=canary, tolerances=tolerances, drain=drain, drain_deadline_s=deadline_s
             )
         if self.refusals is not None:
             self.refusals.updated()

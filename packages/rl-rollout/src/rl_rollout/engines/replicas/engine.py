@@ -21,6 +21,7 @@ from rl_core.weights import (
     TokenScores,
     WeightReceipt,
     WeightUpdate,
+    check_finite,
     check_receipt,
 )
 from rl_rollout.engines.process import EngineClient, ProcessEngine
@@ -229,10 +230,12 @@ class ReplicatedEngine:
             drain_deadline_s: Maximum seconds for running requests to end.
 
         Raises:
-            WeightProofError: A replica serves different weights. The message names the first tensor that differs.
+            WeightProofError: A replica serves different weights; the message names the first tensor that differs. Or
+                the learner's own weights are not finite, and nothing is sent.
             EngineDiedError: No replica is left.
             DeadlineError: Requests did not end in time.
         """
+        check_finite(update, canary)
         deadline_s = drain_deadline_s if drain else None
         published = Published(update=update, canary=canary, tolerances=tolerances, drain_deadline_s=deadline_s)
         async with self._publishing:
@@ -240,7 +243,7 @@ class ReplicatedEngine:
                 with self._weights.publishing(published):
                     reports: list[PublishReport] = []
                     for _ in range(MAX_DEATHS):  # all may die meanwhile and restart
-                        reports = reports or await self._publish_to_all()
+                        reports = reports or await self._deliver_to_all()
                     if not reports:
                         raise self._replicas.nobody_left()
             finally:
@@ -331,7 +334,9 @@ class ReplicatedEngine:
     async def _on_all(self, ask: Callable[[RolloutEngine], Awaitable[None]]) -> None:
         await self._replicas.ask_all(lambda replica: ask(replica.engine))
 
-    async def _publish_to_all(self) -> list[PublishReport]:
+    async def _deliver_to_all(self) -> list[PublishReport]:
+        """Deliver the published weights to every replica; those that die return no report."""
+
         async def deliver(replica: Replica) -> PublishReport | None:
             await self._weights.restarted(replica)
             incarnation = replica.incarnation

@@ -72,7 +72,7 @@ class Replica:
         index: Its index. Indices of removed replicas are not reused.
         engine: The engine.
         served: The weights it serves. None if unknown.
-        report: Report of the proof, if there was a canary.
+        report: Report of the proof of these weights; None for those it loaded itself.
         updating: Lock for sending it weights.
         requests: Its requests, running or waiting.
         num_running: Samples in progress.

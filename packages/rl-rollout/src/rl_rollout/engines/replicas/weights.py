@@ -9,16 +9,13 @@ from dataclasses import replace
 
 import structlog
 
-from rl_core.data import IntArray
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, WeightProofError, WeightsGoneError
 from rl_core.weights import (
     PublishReport,
-    TokenScores,
     WeightReceipt,
     WeightReceiver,
     WeightUpdate,
-    check_receipt,
-    publish_weights,
+    prove,
 )
 from rl_rollout.engines.replicas.replica import FROM_DISK, Published, Replica
 from rl_rollout.engines.waiting import Changes
@@ -89,7 +86,7 @@ class ReplicaWeights:
     async def deliver(
         self, replica: Replica, started: WeightReceiver | None = None, *, waits: bool = True
     ) -> PublishReport | None:
-        """Send a replica the published weights, if it serves others.
+        """Send a replica the published weights and prove them, if it serves others.
 
         They may no longer exist: a publication failed after some replicas had its weights, the learner died during it,
         or the file of the next version is already in their place.
@@ -100,7 +97,7 @@ class ReplicaWeights:
             waits: Wait for the next publication if these weights no longer exist.
 
         Returns:
-            The report of the last proof; None without a canary.
+            The report of the last proof; None for the weights that engines load themselves.
 
         Raises:
             WeightProofError: It serves other weights.
@@ -116,24 +113,15 @@ class ReplicaWeights:
                     await self.restarted(replica)
                     await self._update(replica)
                 else:
-                    await self._give(replica, started)
+                    await self._deliver(replica, started)
             except GONE as error:
                 if not waits or published.update is None:
                     raise
                 await self._wait_for_news(replica, published, error)
         return replica.report
 
-    async def _update(self, replica: Replica) -> None:
-        async with replica.updating:
-            try:
-                while replica.served is not self.published and not replica.is_gone:
-                    await self._drain_and_give(replica)
-            finally:
-                replica.is_draining = False
-                self._changes.announce()
-
     async def take(self, replica: Replica, receiver: WeightReceiver, update: WeightUpdate) -> WeightReceipt:
-        """Send a replica an update, and nothing else."""
+        """Send a replica an update, and nothing else. What it serves is unknown until that is proven."""
         before, replica.served, replica.report = replica.served, None, None
         try:
             return await receiver.update_weights(update)
@@ -143,44 +131,60 @@ class ReplicaWeights:
             replica.served = before
             raise
 
-    async def _drain_and_give(self, replica: Replica) -> None:
-        published, began_at = self.published, time.perf_counter()
-        replica.is_draining = published.drain_deadline_s is not None
-        if published.drain_deadline_s is not None:
-            try:
-                async with asyncio.timeout(published.drain_deadline_s):
-                    while replica.num_running and self.published is published:
-                        await self._changes.next()
-            except TimeoutError:
-                raise DeadlineError(
-                    f"replica {replica.index} had not finished {replica.num_running} samples "
-                    f"{published.drain_deadline_s:g} s after new requests were held back, and was not updated. Raise "
-                    "the deadline, shorten responses, or publish without drain."
-                ) from None
-        if self.published is not published:
-            return
-        drain_s = time.perf_counter() - began_at
-        await self._give(replica, replica.engine)
-        if replica.report is not None and replica.is_draining:
-            stall_s = time.perf_counter() - began_at - drain_s
-            replica.report = replace(replica.report, drain_s=drain_s, stall_s=stall_s)
+    # -- inside
 
-    async def _give(self, replica: Replica, receiver: WeightReceiver) -> None:
-        published, incarnation = self.published, replica.incarnation
+    async def _update(self, replica: Replica) -> None:
+        """Update a serving replica, after its requests if these must end first."""
+        async with replica.updating:
+            try:
+                while replica.served is not self.published and not replica.is_gone:
+                    published, began_at = self.published, time.perf_counter()
+                    await self._drain(replica, published)
+                    if self.published is not published:
+                        continue
+                    drained_at = time.perf_counter()
+                    await self._deliver(replica, replica.engine)
+                    if replica.report is not None and replica.is_draining:
+                        replica.report = replace(
+                            replica.report, drain_s=drained_at - began_at, stall_s=time.perf_counter() - drained_at
+                        )
+            finally:
+                replica.is_draining = False
+                self._changes.announce()
+
+    async def _drain(self, replica: Replica, published: Published) -> None:
+        """Wait until a replica has finished its requests, or other weights are published; it gets no new ones."""
+        deadline_s = published.drain_deadline_s
+        replica.is_draining = deadline_s is not None
+        if deadline_s is None:
+            return
+        try:
+            async with asyncio.timeout(deadline_s):
+                while replica.num_running and self.published is published:
+                    await self._changes.next()
+        except TimeoutError:
+            raise DeadlineError(
+                f"replica {replica.index} had not finished {replica.num_running} samples {deadline_s:g} s after new "
+                "requests were held back, and was not updated. Raise the deadline, shorten responses, or publish "
+                "without drain."
+            ) from None
+
+    async def _deliver(self, replica: Replica, receiver: WeightReceiver) -> None:
+        published, incarnation, began_at = self.published, replica.incarnation, time.perf_counter()
         if published.update is None:
             raise WeightProofError(
                 f"replica {replica.index} serves unproven weights, and no earlier ones were published. Publish again."
             )
-        watched = _WatchedReceiver(self, replica, receiver)
-        report = None
+        receipt = await self.take(replica, receiver, published.update)
         try:
-            if published.canary is None:
-                receipt = await watched.update_weights(published.update)
-                check_receipt(published.update, receipt, tolerances=published.tolerances)
-            else:
-                report = await publish_weights(
-                    published.update, [watched], canary=published.canary, tolerances=published.tolerances
-                )
+            report = await prove(
+                published.update,
+                [receipt],
+                [receiver],
+                canary=published.canary,
+                tolerances=published.tolerances,
+                update_s=time.perf_counter() - began_at,
+            )
         except WeightProofError as error:
             if len(self._replicas) == 1:
                 raise
@@ -218,18 +222,3 @@ def joined_report(reports: Sequence[PublishReport]) -> PublishReport:
     scores = tuple(scores for report in reports for scores in report.canary_scores)
     worst = {name: max(getattr(report, name) for report in reports) for name in WORST}
     return replace(reports[0], canary_scores=scores, **worst)
-
-
-class _WatchedReceiver:
-    """Receiver of a weight update. The replica's weights are unknown until they are proven."""
-
-    def __init__(self, weights: ReplicaWeights, replica: Replica, receiver: WeightReceiver) -> None:
-        self._weights = weights
-        self._replica = replica
-        self._receiver = receiver
-
-    async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        return await self._weights.take(self._replica, self._receiver, update)
-
-    async def score(self, sequences: Sequence[IntArray], *, with_experts: bool = False) -> list[TokenScores]:
-        return await self._receiver.score(sequences, with_experts=with_experts)
