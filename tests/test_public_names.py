@@ -108,3 +108,35 @@ def test_public_functions_take_a_text_where_they_take_a_path(package: str):
     assert len(found) > 3
     lacking = {name for name, decorators in found.items() if "converts_arguments" not in decorators}
     assert lacking <= PASSES_PATHS_ON | MADE_BY_THE_TRAINERS
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+DEFINITION = re.compile(r"^ *(?:async )?def (\w+)", flags=re.MULTILINE)
+
+
+def sources(pattern: str) -> str:
+    return "\n".join(path.read_text() for path in ROOT.glob(pattern))
+
+
+def test_the_architecture_names_what_the_controller_asks_roles():
+    rows = re.findall(r"^\| \w+ \| `roles/(\w+)\.py`: .*a `(rl_\w+)\..*` \| (.*) \|$", ARCHITECTURE, flags=re.MULTILINE)
+    assert [row[0] for row in rows] == ["learner", "rollouter", "teachers"]
+    links = sources("apps/rl-async-trainer/src/rl_async_trainer/controller/*.py")
+    for role, package, names in rows:
+        defined = sources(f"apps/*/src/rl_async_trainer/roles/{role}.py") + sources(f"packages/*/src/{package}/**/*.py")
+        for name in re.findall(r"`(\w+)`", names):
+            assert f"async def {name}(" in defined
+            assert f".{name}(" in links
+
+
+def test_the_architecture_names_the_calls_of_a_weight_update():
+    rows = re.findall(r"^\| \d+ \| `(?:(\w+)\.)?(\w+)` \|.*\| `(.*?)`(?:, `.*`)? \|$", ARCHITECTURE, flags=re.MULTILINE)
+    way = [row for row in rows if row[2].endswith(".py")]
+    assert len(way) == 11
+    for owner, function, file in way:
+        choices = re.search(r"{(.*)}", file)
+        files = [file.replace(f"{{{choices[1]}}}", one) for one in choices[1].split(",")] if choices else [file]
+        for one in files:
+            found = sources(f"*/*/src/{one}")
+            assert function in DEFINITION.findall(found)
+            assert not owner or choices or owner == "Stepper" or f"class {owner}" in found

@@ -16,10 +16,10 @@ DIED = "died_at_a_probe"
 class MortalRollouter(RunRollouter):
     """The trainer's rollouter, killed by the first probe."""
 
-    async def scores(self, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+    async def probe(self, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
         """Die, or answer."""
         die_once(self._settings.run_folder)
-        return await super().scores(sequences, top_k)
+        return await super().probe(sequences, top_k)
 
 
 class MortalLearnerHost(RunLearner):

@@ -39,10 +39,14 @@ def publish(rollouter: Any, *, deadline_s: float) -> None:
         publisher = WeightPublisher(
             learner, rollouter, asyncio.Condition(), deadline_s=deadline_s, on_served=served, on_failed_proof=never_told
         )
-        await publisher.pack(5)
-        await publisher.run()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(publisher.pack(5))
+            tasks.create_task(publisher.run())
 
-    asyncio.run(work())
+    try:
+        asyncio.run(work())
+    except* DeadlineError as errors:
+        raise errors.exceptions[0] from None
 
 
 def test_engines_that_say_what_they_waited_for_are_heard():

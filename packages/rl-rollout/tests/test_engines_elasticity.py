@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from scripted_replicas import EXACT, Held, a_canary, a_request, an_update, ask, run_with, until
 
@@ -294,6 +295,27 @@ def test_a_request_waits_for_the_next_weights_where_those_to_go_back_to_are_gone
     assert taken == [4, 5, 4, 6]
 
 
+def test_a_replica_of_a_mixture_that_is_added_is_compared_with_a_proven_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner compares the canary of the first ones, whose experts it replays; later it may have other weights."""
+    monkeypatch.setattr(replica_weights, "NEWS_DEADLINE_S", 0.01)
+    canary = replace(a_canary(), logprobs=None)
+
+    def scoring(logprob: float) -> ScriptedEngine:
+        return ScriptedEngine({}, score=lambda sequence: np.full(len(sequence), logprob, np.float32))
+
+    async def work(engine: ReplicatedEngine) -> None:
+        report = await engine.publish(an_update(4), canary=canary, tolerances=EXACT)
+        assert len(report.canary_scores) == 1
+        assert await engine.add(scoring(-1.0)) == 1
+        with pytest.raises(DeadlineError, match=r"replica 2.*logprob of token 1 of canary sequence 0 is -1\.1"):
+            await engine.add(scoring(-1.1))
+        assert engine.num_serving == 2
+
+    first = Held(1)
+    first.engine = scoring(-1.0)
+    run_with([first], work)
+
+
 def test_each_request_to_a_replica_without_weights_waits_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_weights, "NEWS_DEADLINE_S", 0.01)
     taken: list[int] = []
@@ -324,7 +346,7 @@ def test_who_hears_late_of_a_death_leaves_the_restarted_replica_its_weights() ->
         (running,) = ask(engine, 0)
         await until(lambda: held[0].num_running == 1, "it to be asked")
         replica = engine._replicas.get(0)
-        replica.restart()
+        replica.note_restart()
         await engine._weights.deliver(replica, replica.engine)
         held[0].die()
         held[0].has_died = False

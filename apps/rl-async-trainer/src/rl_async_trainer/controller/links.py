@@ -195,7 +195,7 @@ class RollouterLink(RoleLink):
         self._num_engines: int | None = None
 
     async def submit(self, dispatches: Sequence[Dispatch], is_current: IsCurrent) -> None:
-        """See `RunRollouter.submit`; groups given to a dying rollouter are requeued like the others.
+        """See `Rollouter.submit`; groups given to a dying rollouter are requeued like the others.
 
         Args:
             dispatches: Groups to generate.
@@ -208,13 +208,13 @@ class RollouterLink(RoleLink):
                 await self._at(incarnation).submit(list(dispatches))
 
     async def events(self) -> list[GroupEvent]:
-        """See `RunRollouter.events`; empty if it died meanwhile."""
+        """See `Rollouter.events`; empty if it died meanwhile."""
         with suppress(RoleRestartedError):
             return await self._now.events(wait_s=EVENTS_WAIT_S)
         return []
 
     async def publish(self, packed: PackedWeights) -> PublishReport | None:
-        """See `RunRollouter.publish`; None if it died meanwhile and therefore has no weights."""
+        """See `Rollouter.publish`; None if it died meanwhile and therefore has no weights."""
         incarnation = await self._role.ready()
         with suppress(RoleRestartedError):
             rollouter = self._at(incarnation)
@@ -225,7 +225,7 @@ class RollouterLink(RoleLink):
         return None
 
     async def lacks_weights(self) -> bool:
-        """See `RunRollouter.lacks_weights`."""
+        """See `Rollouter.lacks_weights`."""
         with suppress(RoleRestartedError):
             return await self._now.lacks_weights()
         return False
@@ -237,9 +237,9 @@ class RollouterLink(RoleLink):
                 return await self._at(await self._with_weights()).validate(batch)
 
     async def probe(self, _step: int, sequences: Sequence[IntArray], top_k: int) -> PolicyScores | None:
-        """See `RunRollouter.scores`; None if it died meanwhile."""
+        """See `Rollouter.probe`; None if it died meanwhile."""
         with suppress(RoleRestartedError):
-            return await self._at(await self._with_weights()).scores(sequences, top_k)
+            return await self._at(await self._with_weights()).probe(sequences, top_k)
         return None
 
     async def window(self, step: int) -> dict[str, Any]:

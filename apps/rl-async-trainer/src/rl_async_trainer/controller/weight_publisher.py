@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from rl_async_trainer.controller.links import IsCurrent, LearnerLink, RollouterLink
 from rl_core.cluster import RoleRestartedError, within
@@ -11,6 +12,20 @@ from rl_distill.learner_host import PackedWeights
 
 OnServed = Callable[[PackedWeights, PublishReport], Awaitable[None]]
 OnFailedProof = Callable[[int, WeightProofError], None]
+
+
+class _Request(NamedTuple):
+    """Weights to pack.
+
+    Attributes:
+        version: Their version; None for the newest.
+        is_current: Whether the learner still has the weights for which this was requested.
+        is_packed: Done once they are packed; RoleRestartedError if the learner was rolled back.
+    """
+
+    version: int | None
+    is_current: IsCurrent
+    is_packed: "asyncio.Future[None]"
 
 
 class WeightPublisher:
@@ -30,7 +45,7 @@ class WeightPublisher:
         on_served: OnServed,
         on_failed_proof: OnFailedProof,
     ) -> None:
-        """Start with nothing packed.
+        """Start with nothing to publish.
 
         Args:
             learner: Packs weights.
@@ -47,8 +62,8 @@ class WeightPublisher:
         self._on_served = on_served
         self._on_failed_proof = on_failed_proof
         self._has_failed = False
-        self._packed: tuple[PackedWeights, IsCurrent] | None = None
-        self._is_packing = False
+        self._request: _Request | None = None
+        self._packed: PackedWeights | None = None
         self._is_wanted = False
 
     @property
@@ -57,7 +72,7 @@ class WeightPublisher:
 
         A step ordered during packing would be trained before the engines have the packed weights.
         """
-        return self._is_packing or (self._packed is not None and self._packed[0].is_live)
+        return self._request is not None or (self._packed is not None and self._packed.is_live)
 
     def lost(self) -> None:
         """The engines have lost or missed weights and need the newest ones; `changed` is held."""
@@ -65,16 +80,17 @@ class WeightPublisher:
         self._changed.notify_all()
 
     async def pack(self, version: int) -> None:
-        """Pack the learner's weights once the engines have loaded the previous ones, and have them published.
+        """Let `run` publish a version once the engines have loaded the previous one, and wait until it is packed.
 
         Raises:
             RoleRestartedError: The learner was rolled back meanwhile.
         """
         is_current = self._learner.course()
         async with self._changed:
-            await self._changed.wait_for(lambda: self._is_settled and not self._is_packing)
-            self._is_packing = True
-        await self._pack(version, is_current)
+            await self._changed.wait_for(lambda: self._is_settled)
+            request = self._begin(version, is_current)
+            self._changed.notify_all()
+        await request.is_packed
 
     async def pack_and_wait(self, version: int) -> None:
         """Like `pack`, and wait until the engines serve the weights.
@@ -89,12 +105,12 @@ class WeightPublisher:
             raise RoleRestartedError("the learner died before the engines had its weights.")
 
     async def wait_served(self) -> None:
-        """Wait until the engines serve the newest packed weights."""
+        """Wait until the engines serve the newest weights that were requested."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_settled)
 
     async def run(self) -> None:
-        """Publish one version after the other to the engines. After a failed proof, weights are packed again, once.
+        """Pack and publish one version after the other. After a failed proof, weights are packed again, once.
 
         Raises:
             DeadlineError: The engines did not load them in time.
@@ -102,8 +118,11 @@ class WeightPublisher:
             Exception: An error in an engine or the learner.
         """
         while True:
-            packed, is_current = await self._next()
-            report = await self._give(packed, is_current)
+            request = await self._next()
+            packed = await self._pack(request)
+            if packed is None:
+                continue
+            report = await self._publish(packed, request.is_current)
             if report is not None:
                 self._has_failed = False
                 await self._on_served(packed, report)
@@ -114,35 +133,38 @@ class WeightPublisher:
 
     @property
     def _is_settled(self) -> bool:
-        return self._packed is None and not self._is_wanted
+        return self._request is None and self._packed is None and not self._is_wanted
 
-    async def _next(self) -> tuple[PackedWeights, IsCurrent]:
-        """Return the next version to publish; lost weights are packed again."""
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(
-                    lambda: self._packed is not None or (self._is_wanted and not self._is_packing)
-                )
-                if self._packed is not None:
-                    self._is_wanted = False  # set again if the rollouter dies from now on
-                    return self._packed
-                self._is_packing = True
-            try:
-                await self._pack(None, self._learner.course())
-            except RoleRestartedError:
-                continue
+    def _begin(self, version: int | None, is_current: IsCurrent) -> _Request:
+        self._request = _Request(version, is_current, asyncio.get_running_loop().create_future())
+        return self._request
 
-    async def _pack(self, version: int | None, is_current: IsCurrent) -> None:
-        packed: PackedWeights | None = None
+    async def _next(self) -> _Request:
+        """Wait for a request, or make one if the engines lost their weights."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._request is not None or self._is_wanted)
+            return self._request or self._begin(None, self._learner.course())
+
+    async def _pack(self, request: _Request) -> PackedWeights | None:
+        """Pack weights; None if the learner was rolled back."""
+        packed, error = None, None
         try:
-            packed = await self._learner.when(is_current).pack(version)
-        finally:
-            async with self._changed:
-                self._packed = None if packed is None else (packed, is_current)
-                self._is_packing = False
-                self._changed.notify_all()
+            packed = await self._learner.when(request.is_current).pack(request.version)
+        except RoleRestartedError as caught:
+            error = caught
+        async with self._changed:
+            self._request, self._packed = None, packed
+            if packed is not None:
+                self._is_wanted = False  # set again if the rollouter dies from now on
+            self._changed.notify_all()
+        if not request.is_packed.done():  # its caller may be cancelled
+            if error is None:
+                request.is_packed.set_result(None)
+            elif request.version is not None:  # otherwise, nobody waits for it
+                request.is_packed.set_exception(error)
+        return packed
 
-    async def _give(self, packed: PackedWeights, is_current: IsCurrent) -> PublishReport | None:
+    async def _publish(self, packed: PackedWeights, is_current: IsCurrent) -> PublishReport | None:
         """Publish; None if weights must be packed again: one side died meanwhile, or the first proof failed."""
         try:
             async with within(

@@ -61,7 +61,7 @@ class RoleGroup:
             await self.close()
             raise
         for role in self._roles:
-            role.supervisor = self._has_died
+            role.decide_restart = self._decide_restart
             role.serve()
 
     @property
@@ -193,7 +193,7 @@ class RoleGroup:
             await asyncio.gather(*(role.end("was ended because another one could not start") for role in roles))
             raise
 
-    def _has_died(self, role: Role, error: RLError) -> None:
+    def _decide_restart(self, role: Role, error: RLError) -> None:
         """Decide about restarts, before others are notified of the death."""
         policy = self.spec.restart
         if self._is_group_restarting or role.state == "restarting":
@@ -223,7 +223,7 @@ class RoleGroup:
                 try:
                     await self._launch(unit, self._deadline_s)
                     async with asyncio.timeout(self._deadline_s):
-                        await asyncio.gather(*(role.restarted() for role in unit))
+                        await asyncio.gather(*(role.set_up_again() for role in unit))
                     for role in unit:
                         role.check_alive()
                 except Exception as error:

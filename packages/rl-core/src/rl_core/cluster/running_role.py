@@ -84,7 +84,7 @@ class Role:
         self._callbacks: list[DeathCallback] = []
         self._last_death: RLError | None = None
         self._set_up: SetUp | None = None
-        self.supervisor: DeathCallback | None = None
+        self.decide_restart: DeathCallback | None = None
         """Decides about restarts; called before others are notified of the death."""
 
     @property
@@ -279,7 +279,7 @@ class Role:
         if current is not None:
             await current.kill(because)
 
-    async def restarted(self) -> None:
+    async def set_up_again(self) -> None:
         """Set a restarted role up."""
         if self._set_up is not None and self._current is not None:
             await self._set_up(self.begun(self._current))
@@ -331,8 +331,8 @@ class Role:
         if current is not self._current or self.state == "closed":
             return
         self._last_death = error
-        if self.supervisor is not None:
-            self.supervisor(self, error)
+        if self.decide_restart is not None:
+            self.decide_restart(self, error)
         for callback in list(self._callbacks):
             callback(self, error)
 

@@ -202,7 +202,7 @@ class Rollouter:
         """See `ServedPolicy.settled_version`."""
         return self._served.settled_version
 
-    async def scores(self, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
+    async def probe(self, sequences: Sequence[IntArray], top_k: int) -> PolicyScores:
         """Return the served policy's scores of tokens. See `ServedPolicy.scores`."""
         return await self._served.scores(self._started[0], sequences, top_k)
 

@@ -11,10 +11,9 @@ import numpy as np
 import structlog
 
 from rl_core.data import IntArray
-from rl_core.errors import EngineDiedError, EngineError, NotReadyError, WeightProofError
+from rl_core.errors import EngineDiedError, EngineError, NotReadyError
 from rl_core.gpus import GpuUse, gpu_use_of
 from rl_core.weights import (
-    BFLOAT16_TOLERANCES,
     Canary,
     ProofTolerances,
     PublishReport,
@@ -22,7 +21,6 @@ from rl_core.weights import (
     WeightReceipt,
     WeightUpdate,
     check_finite,
-    check_receipt,
 )
 from rl_rollout.engines.process import EngineClient, ProcessEngine
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, RolloutEngine
@@ -62,7 +60,6 @@ class ReplicatedEngine:
         self._replicas = ReplicaSet(clock)
         self._weights = self._replicas.weights
         self._publishing = Turn()
-        self._delivering: list[asyncio.Future[PublishReport | None]] = []
         self._sleep_level: Literal[0, 1, 2] = 0
         for engine in replicas:
             self._enter(engine, is_joining=False)
@@ -238,35 +235,26 @@ class ReplicatedEngine:
         check_finite(update, canary)
         deadline_s = drain_deadline_s if drain else None
         published = Published(update=update, canary=canary, tolerances=tolerances, drain_deadline_s=deadline_s)
-        async with self._publishing:
-            try:
-                with self._weights.publishing(published):
-                    reports: list[PublishReport] = []
-                    for _ in range(MAX_DEATHS):  # all may die meanwhile and restart
-                        reports = reports or await self._deliver_to_all()
-                    if not reports:
-                        raise self._replicas.nobody_left()
-            finally:
-                if self._delivering:
-                    await asyncio.wait(self._delivering)  # after a failure, others may still be loading
-        return joined_report(reports)
+        report = joined_report(await self._publish(published))
+        if report.canary_scores:
+            logprobs = [scores.token_logprobs for scores in report.canary_scores[0]]
+            published.canary = Canary(sequences=canary.sequences, logprobs=logprobs)
+        return report
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """See `RolloutEngine.update_weights`. Returns the receipt of a replica with other weights, if any."""
+        """See `RolloutEngine.update_weights`. Returns a replica's receipt; all are checked.
+
+        Raises:
+            WeightProofError: As in `publish`.
+        """
         published = Published(update=update)
-
-        async def take(replica: Replica) -> WeightReceipt:
-            async with replica.updating:
-                receipt = await self._weights.take(replica, replica.engine, update)
-                replica.served = published
-            return receipt
-
-        async with self._publishing:
-            with self._weights.publishing(published):
-                receipts = await self._replicas.ask_all(take)
-                if not receipts:
-                    raise self._replicas.nobody_left()
-        return next((one for one in receipts.values() if not _is_right(update, one)), next(iter(receipts.values())))
+        await self._publish(published)
+        receipts = [
+            one.receipt for one in self._replicas.members if one.served is published and one.receipt is not None
+        ]
+        if not receipts:
+            raise self._replicas.nobody_left()
+        return receipts[0]
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
@@ -334,11 +322,11 @@ class ReplicatedEngine:
     async def _on_all(self, ask: Callable[[RolloutEngine], Awaitable[None]]) -> None:
         await self._replicas.ask_all(lambda replica: ask(replica.engine))
 
-    async def _deliver_to_all(self) -> list[PublishReport]:
-        """Deliver the published weights to every replica; those that die return no report."""
+    async def _publish(self, published: Published) -> list[PublishReport]:
+        """Deliver weights to every replica; those that die return no report."""
 
         async def deliver(replica: Replica) -> PublishReport | None:
-            await self._weights.restarted(replica)
+            await self._weights.wait_restarted(replica)
             incarnation = replica.incarnation
             try:
                 return await self._weights.deliver(replica, waits=False)
@@ -346,10 +334,20 @@ class ReplicatedEngine:
                 self._replicas.note_death(replica, error, incarnation)
                 return None
 
-        replicas = self._replicas.running or self._replicas.coming_back
-        self._delivering = [asyncio.ensure_future(deliver(replica)) for replica in replicas]
-        reports = await asyncio.gather(*self._delivering)
-        return [report for report in reports if report is not None]
+        async with self._publishing:
+            delivering: list[asyncio.Future[PublishReport | None]] = []
+            try:
+                with self._weights.publishing(published):
+                    for _ in range(MAX_DEATHS):  # all may die meanwhile and restart
+                        replicas = self._replicas.running or self._replicas.coming_back
+                        delivering = [asyncio.ensure_future(deliver(replica)) for replica in replicas]
+                        reports = [report for report in await asyncio.gather(*delivering) if report is not None]
+                        if reports:
+                            return reports
+                    raise self._replicas.nobody_left()
+            finally:
+                if delivering:
+                    await asyncio.wait(delivering)  # after a failure, others may still be loading
 
     async def _follow(self, engine: RolloutEngine | EngineClient) -> None:
         """Put a newly started engine to sleep if the others sleep."""
@@ -359,16 +357,8 @@ class ReplicatedEngine:
             await (engine.sleep(level) if level else engine.wake())
 
     async def _revive(self, replica: Replica, engine: EngineClient) -> None:
-        replica.restart()
+        replica.note_restart()
         await self._weights.deliver(replica, engine)
         await self._follow(engine)
         replica.num_restarts += 1
         log.info("engine_restarted", replica=replica.index)
-
-
-def _is_right(update: WeightUpdate, receipt: WeightReceipt) -> bool:
-    try:
-        check_receipt(update, receipt, tolerances=BFLOAT16_TOLERANCES)
-    except WeightProofError:
-        return False
-    return True

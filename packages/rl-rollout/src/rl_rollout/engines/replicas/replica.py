@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl_core.errors import EngineDiedError
-from rl_core.weights import BFLOAT16_TOLERANCES, Canary, ProofTolerances, PublishReport, WeightUpdate
+from rl_core.weights import BFLOAT16_TOLERANCES, Canary, ProofTolerances, PublishReport, WeightReceipt, WeightUpdate
 from rl_rollout.engines.process import ProcessEngine
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.waiting import Changes, RoutedRequest, Turn
@@ -43,13 +43,14 @@ class EngineLoad:
     num_restarts: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Published:
     """The weights that every replica must serve.
 
     Attributes:
         update: None for the weights that engines load themselves.
-        canary: Sequences for the proof. None relies on the receipt.
+        canary: Sequences for the proof. None relies on the receipt. If only the learner can compare the first replicas'
+            logprobs (`prove_canary`), those of a proven replica replace it, for replicas that start later.
         tolerances: Tolerances of the proof.
         drain_deadline_s: Maximum seconds for a replica to finish its requests before the update. None continues them
             with the new weights.
@@ -72,6 +73,7 @@ class Replica:
         index: Its index. Indices of removed replicas are not reused.
         engine: The engine.
         served: The weights it serves. None if unknown.
+        receipt: Its receipt of the last update.
         report: Report of the proof of these weights; None for those it loaded itself.
         updating: Lock for sending it weights.
         requests: Its requests, running or waiting.
@@ -101,6 +103,7 @@ class Replica:
         self.index = index
         self.engine = engine
         self.served: Published | None = FROM_DISK
+        self.receipt: WeightReceipt | None = None
         self.report: PublishReport | None = None
         self.updating = Turn()
         self.requests: set[RoutedRequest] = set()
@@ -217,7 +220,7 @@ class Replica:
         self.is_joining = False
         self._began_at = self._clock()
 
-    def restart(self) -> None:
+    def note_restart(self) -> None:
         """Record that it restarted. It gets weights before any request."""
         self.incarnation += 1
         self.failure = None

@@ -12,9 +12,7 @@ import structlog
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, WeightProofError, WeightsGoneError
 from rl_core.weights import (
     PublishReport,
-    WeightReceipt,
     WeightReceiver,
-    WeightUpdate,
     prove,
 )
 from rl_rollout.engines.replicas.replica import FROM_DISK, Published, Replica
@@ -71,7 +69,7 @@ class ReplicaWeights:
         self.waiting.clear()
         self._changes.announce()
 
-    async def restarted(self, replica: Replica) -> None:
+    async def wait_restarted(self, replica: Replica) -> None:
         """Wait while a replica restarts and gets the published weights.
 
         Raises:
@@ -110,26 +108,15 @@ class ReplicaWeights:
                 break
             try:
                 if started is None:
-                    await self.restarted(replica)
+                    await self.wait_restarted(replica)
                     await self._update(replica)
                 else:
-                    await self._deliver(replica, started)
+                    await self._send(replica, started)
             except GONE as error:
                 if not waits or published.update is None:
                     raise
                 await self._wait_for_news(replica, published, error)
         return replica.report
-
-    async def take(self, replica: Replica, receiver: WeightReceiver, update: WeightUpdate) -> WeightReceipt:
-        """Send a replica an update, and nothing else. What it serves is unknown until that is proven."""
-        before, replica.served, replica.report = replica.served, None, None
-        try:
-            return await receiver.update_weights(update)
-        except EngineDiedError:
-            raise
-        except EngineError:  # refused: nothing changed
-            replica.served = before
-            raise
 
     # -- inside
 
@@ -143,7 +130,7 @@ class ReplicaWeights:
                     if self.published is not published:
                         continue
                     drained_at = time.perf_counter()
-                    await self._deliver(replica, replica.engine)
+                    await self._send(replica, replica.engine)
                     if replica.report is not None and replica.is_draining:
                         replica.report = replace(
                             replica.report, drain_s=drained_at - began_at, stall_s=time.perf_counter() - drained_at
@@ -169,21 +156,31 @@ class ReplicaWeights:
                 "without drain."
             ) from None
 
-    async def _deliver(self, replica: Replica, receiver: WeightReceiver) -> None:
+    async def _send(self, replica: Replica, receiver: WeightReceiver) -> None:
+        """Send a replica the update, and prove that it serves it; what it serves is unknown until then."""
         published, incarnation, began_at = self.published, replica.incarnation, time.perf_counter()
-        if published.update is None:
+        update = published.update
+        if update is None:
             raise WeightProofError(
                 f"replica {replica.index} serves unproven weights, and no earlier ones were published. Publish again."
             )
-        receipt = await self.take(replica, receiver, published.update)
+        before, replica.served, replica.report = replica.served, None, None
+        try:
+            replica.receipt = await receiver.update_weights(update)
+        except EngineDiedError:
+            raise
+        except EngineError:  # refused: nothing changed
+            replica.served = before
+            raise
+        update_s = time.perf_counter() - began_at
         try:
             report = await prove(
-                published.update,
-                [receipt],
+                update,
+                [replica.receipt],
                 [receiver],
                 canary=published.canary,
                 tolerances=published.tolerances,
-                update_s=time.perf_counter() - began_at,
+                update_s=update_s,
             )
         except WeightProofError as error:
             if len(self._replicas) == 1:
