@@ -263,7 +263,7 @@ class TorchLearner:
         self._copy_weights({name: states[f"weights/{name}"] for name in self._mains})
         for name, main in self._mains.items():
             main.data.copy_(states[f"weights/{name}"])
-            if is_trained(name):
+            if is_trained(name, self._source.config):
                 moments = {m: states[f"{m}/{name}"].to(self._device) for m in ("exp_avg", "exp_avg_sq")}
                 self._adam.state[main] = {"step": torch.tensor(float(step)), **moments} if step else {}
         self.step = step
@@ -292,7 +292,7 @@ class TorchLearner:
                 parameter.copy_(weights[name])
 
     def _moments(self, name: str) -> dict[str, Tensor]:
-        mains = {n: main for n, main in self._mains.items() if is_trained(n)}
+        mains = {n: main for n, main in self._mains.items() if is_trained(n, self._source.config)}
         return {n: self._adam.state[m].get(name, torch.zeros_like(m).detach()) for n, m in mains.items()}
 
     def _update(self, grads: list[Tensor], scale: float, learning_rate: float) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from rl_core.weights import LORA_B
 from rl_distill.architecture.lora_targets import adapter_shapes
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.architecture.tensor_shapes import ROUTED, is_trained, tensor_shapes
+from rl_distill.architecture.tensor_shapes import ROUTED, is_trained, output_name, tensor_shapes
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -65,7 +65,7 @@ def rank_memory(
     for stage in range(parallel.pipeline):
         sizes, of_biases = {True: 0, False: 0}, 0
         for name, shape in _stage_shapes(config, parallel, stage, is_critic=kind == "critic"):
-            if is_trained(name):
+            if is_trained(name, config):
                 sizes[ROUTED in name] += _rank_size(name, shape, parallel.tensor, expert_size)
             else:
                 of_biases += MASTER_BYTES * math.prod(shape)
@@ -89,7 +89,7 @@ def _stage_shapes(
     last = parallel.pipeline - 1
     shapes = tensor_shapes(config)
     if is_critic:
-        shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+        shapes = {name: shape for name, shape in shapes.items() if name != output_name(config)}
         shapes |= {"score.weight": (1, config.hidden_size), "score.bias": (1,)}
     here = [(name, shape) for name, shape in shapes.items() if _is_here(name, config, parallel, stage)]
     has_copy = config.is_tied and not is_critic and stage == last > 0

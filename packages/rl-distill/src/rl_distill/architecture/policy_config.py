@@ -1,4 +1,4 @@
-"""Read a Hugging Face config.json and check that the learners support it."""
+"""Read a Hugging Face config.json, and choose what computes the model: our parallel layers, or transformers' class."""
 
 import hashlib
 import json
@@ -6,12 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import preview, read_json_object
 from rl_core.record_fields import converts_arguments, settings_record
 from rl_distill.architecture.mixture_config import ExpertChoice, MixtureConfig, count, finite, read_mixture
+from rl_distill.architecture.transformers_model import canonical_json, dimensions, model_tied
+
+ModelBackend = Literal["auto", "megatron", "transformers"]
+"""What computes a model: "megatron" our layers, which ranks can divide; "transformers" its own class. "auto" prefers
+the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +49,11 @@ FAMILIES = {
 }
 """Families by the architecture in config.json. Qwen2ForCausalLM includes Qwen2.5; Glm4Moe includes GLM-4.5 to 4.7."""
 
-_LATER = ("attention_bias", "use_qk_norm", "rotary_dim", "shared_ffn_hidden_size", "sigmoid")
+_LATER = ("attention_bias", "use_qk_norm", "rotary_dim", "shared_ffn_hidden_size", "sigmoid", "model_json")
 """Fields that the digest omits when empty, so that it still matches older checkpoints."""
 
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
-"""Architectures that the learners can train."""
+"""Architectures with layers that ranks can divide. All others are computed by transformers' classes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +89,7 @@ class PolicyConfig:
     """Shape of a decoder-only model.
 
     Attributes:
-        architecture: One of SUPPORTED_ARCHITECTURES.
+        architecture: Name of the class in config.json.
         num_layers: Number of decoder layers.
         hidden_size: Width of the residual stream.
         ffn_hidden_size: Width of the gated feed-forward part in dense layers.
@@ -102,6 +107,8 @@ class PolicyConfig:
         attention_bias: True if config.json adds a bias to queries, keys and values.
         use_qk_norm: True if config.json adds norms to queries and keys.
         rotary_dim: Number of leading channels of a head that are rotated; 0 for all.
+        model_json: `canonical_json` of a model that transformers' class computes; empty for our layers. The fields of
+            norms, rotary embedding and mixture then say nothing.
     """
 
     architecture: str = "Qwen3ForCausalLM"
@@ -122,11 +129,12 @@ class PolicyConfig:
     attention_bias: bool = False
     use_qk_norm: bool = False
     rotary_dim: int = 0
+    model_json: str = ""
 
     @property
     def family(self) -> ModelFamily:
         """Family of the architecture."""
-        return FAMILIES[self.architecture]
+        return FAMILIES.get(self.architecture, ModelFamily())
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -161,6 +169,8 @@ class PolicyConfig:
     @property
     def tied(self) -> dict[str, str]:
         """Names of tied tensors, each mapped to the tensor whose values it shares."""
+        if self.model_json:
+            return model_tied(self.model_json)
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.is_tied else {}
 
 
@@ -177,8 +187,13 @@ def read_policy_config(policy_dir: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
+def parse_policy_config(config: Mapping[str, Any], *, backend: ModelBackend = "auto") -> PolicyConfig:
     """Parse the content of a config.json.
+
+    Args:
+        config: The content.
+        backend: What computes the model. "auto" uses our layers for SUPPORTED_ARCHITECTURES, unless config.json has an
+            option that only transformers' class computes.
 
     Raises:
         SettingsError: The architecture or one of its options is not supported.
@@ -186,19 +201,32 @@ def parse_policy_config(config: Mapping[str, Any]) -> PolicyConfig:
     """
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else named or "(none)"
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
-        is_name = isinstance(architecture, str) and architecture.isprintable() and len(architecture) <= 80
-        found = architecture if is_name else preview(architecture)
-        raise SettingsError(f"architecture {found} is not supported. Supported: {', '.join(SUPPORTED_ARCHITECTURES)}.")
+    is_name = isinstance(architecture, str) and architecture.isprintable() and len(architecture) <= 80
+    if backend == "megatron" and (not is_name or architecture not in FAMILIES):
+        raise SettingsError(
+            f"architecture {architecture if is_name else preview(architecture)} is not computed by our layers, which "
+            f'have {", ".join(SUPPORTED_ARCHITECTURES)}. Set policy.backend = "auto".'
+        )
+    if backend == "transformers" or architecture not in FAMILIES:
+        return _transformers_config(config, str(architecture) if is_name else "(none)")
     try:
         _refuse_unsupported(config, FAMILIES[architecture])
         return _policy_config(config, architecture)
+    except SettingsError:
+        if backend == "megatron":
+            raise
+        return _transformers_config(config, architecture)
     except RLError:
         raise
     except KeyError as error:
         raise DataError(f"config.json has no field {error}, which {architecture} requires.") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise DataError(f"config.json has a field of the wrong type: {error}.") from error
+
+
+def _transformers_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig:
+    text = canonical_json(config)
+    return PolicyConfig(architecture=architecture, model_json=text, **dimensions(text))
 
 
 def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig:

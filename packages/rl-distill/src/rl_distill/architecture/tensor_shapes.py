@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.transformers_model import head_name, model_shapes, untrained_names
 
 Shape = tuple[int, ...]
 
@@ -40,6 +41,8 @@ def count_parameters(config: PolicyConfig) -> ParameterCounts:
 
 def tensor_shapes(config: PolicyConfig) -> dict[str, Shape]:
     """Return the shape of every tensor of a policy by Hugging Face name, without a tied head."""
+    if config.model_json:
+        return dict(model_shapes(config.model_json))
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for index in range(config.num_layers):
@@ -86,9 +89,16 @@ def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
     return shapes
 
 
-def is_trained(name: str) -> bool:
+def is_trained(name: str, config: PolicyConfig) -> bool:
     """Return whether a tensor is trained. A router's bias is not; it is float32 in a policy of any dtype."""
+    if config.model_json:
+        return name not in untrained_names(config.model_json)
     return not name.endswith(".e_score_correction_bias")
+
+
+def output_name(config: PolicyConfig) -> str:
+    """Return the name of the output matrix in a folder, which a critic does not have."""
+    return head_name(config.model_json) if config.model_json else "lm_head.weight"
 
 
 def forward_flops(config: PolicyConfig, lengths: Iterable[int], *, has_head: bool = True) -> float:

@@ -20,7 +20,7 @@ from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.files import read_record
 from rl_core.weights import tensor_crc32c
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
+from rl_distill.architecture.tensor_shapes import Shape, is_trained, output_name, tensor_shapes
 from rl_distill.checkpoints.hf_folder import write_json, write_policy_folder
 from rl_distill.checkpoints.peft_folder import adapter_differences, write_adapter
 from rl_distill.checkpoints.pieces import Piece, StoredPiece, TensorFolder, write_index
@@ -109,17 +109,17 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def critic_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a critic by Hugging Face name: a token classifier with one label."""
-    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name != "lm_head.weight"}
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name != output_name(config)}
     return {**shapes, "score.weight": (1, config.hidden_size), "score.bias": (1,)}
 
 
-def state_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def state_shapes(shapes: Mapping[str, Shape], config: PolicyConfig) -> dict[str, Shape]:
     """Shape of every tensor in `state/`, given the model's: all weights, and the moments of the trained ones."""
     return {
         f"{kind}/{name}": shape
         for kind in STATE_KINDS
         for name, shape in shapes.items()
-        if kind == "weights" or is_trained(name)
+        if kind == "weights" or is_trained(name, config)
     }
 
 
@@ -161,7 +161,7 @@ def finish_checkpoint(
         adapter: The trained adapter; None if all weights are trained.
     """
     write_index(directory / STATE_FOLDER, written)
-    tensors = _saved_weights(directory, names, dtype=DTYPES[options.dtype])
+    tensors = _saved_weights(directory, names, dtype=DTYPES[options.dtype], config=source.config)
     header = {
         "format_version": FORMAT_VERSION,
         "step": step,
@@ -187,7 +187,9 @@ def finish_checkpoint(
     write_json(directory / LEARNER_FILE, header)  # last, so that an incomplete folder has none
 
 
-def _saved_weights(directory: Path, names: Sequence[str], *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _saved_weights(
+    directory: Path, names: Sequence[str], *, dtype: torch.dtype, config: PolicyConfig
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the float32 weights of `state/` one by one, in the policy's dtype."""
     folder = TensorFolder(directory / STATE_FOLDER)
     shapes = folder.shapes()
@@ -195,7 +197,7 @@ def _saved_weights(directory: Path, names: Sequence[str], *, dtype: torch.dtype)
         shape = shapes[f"weights/{name}"]
         whole = Piece(name=f"weights/{name}", shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape))
         folder.read([whole])
-        yield name, whole.tensor.to(dtype) if is_trained(name) else whole.tensor
+        yield name, whole.tensor.to(dtype) if is_trained(name, config) else whole.tensor
 
 
 def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: TrainedAdapter | None = None) -> int:

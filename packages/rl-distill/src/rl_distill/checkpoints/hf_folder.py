@@ -18,7 +18,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.files import current_umask, read_json_object, read_safetensors_header
 from rl_core.weights import write_safetensors
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.architecture.tensor_shapes import Shape, is_trained, tensor_shapes
+from rl_distill.architecture.tensor_shapes import Shape, is_trained, output_name, tensor_shapes
 
 _log = structlog.get_logger(__name__)
 
@@ -89,8 +89,10 @@ class PolicyTensors:
         paths, listed = _weight_files(policy_dir)
         self._files = {path: _open(path) for path in paths}
         stored = _stored_tensors(self._files, listed)
-        self._stored = {**stored, **_unfused(stored, num_experts=config.num_experts)}
-        self._shapes = shapes = tensor_shapes(config)
+        own_names = {} if config.model_json else _unfused(stored, num_experts=config.num_experts)
+        self._stored = {**stored, **own_names}
+        self._config, self._shapes = config, tensor_shapes(config)
+        shapes = self._shapes
         where = paths[0] if len(paths) == 1 else policy_dir
         _check(where, self._stored, {n: s for n, s in shapes.items() if n in self._stored or n not in optional})
         used = {(self._stored[name].path, self._stored[name].name) for name in shapes if name in self._stored}
@@ -140,7 +142,7 @@ class PolicyTensors:
     def whole(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the policy in this dtype; None keeps the stored one. A router's bias is float32."""
         for name, shape in self._shapes.items():
-            wanted = (dtype or self.dtype(name)) if is_trained(name) else torch.float32
+            wanted = (dtype or self.dtype(name)) if is_trained(name, self._config) else torch.float32
             yield name, self.read(name, (0,) * len(shape), shape, dtype=wanted)
 
 
@@ -336,7 +338,8 @@ def read_heads(
                 f"teacher {folder} has {config.vocab_size} tokens, the student {student.vocab_size}; their full "
                 'distributions cannot be compared. Use distribution = "top_k".'
             )
-        name = "model.embed_tokens.weight" if config.is_tied else "lm_head.weight"
+        name = output_name(config)
+        name = config.tied.get(name, name)
         head = torch.zeros(width, config.hidden_size, dtype=dtype)
         rows = PolicyTensors(folder, config).read(name, (first, 0), (num_rows, config.hidden_size), dtype=dtype)
         head[:num_rows] = rows

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import ShapeError
+from rl_core.weights.model_views import folder_views
 from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.transformers_model import meta_model
 
 State = Mapping[str, Tensor]
 
@@ -177,6 +179,10 @@ def blocks_of(state: State, config: PolicyConfig, shard: Shard) -> list[TensorBl
     Raises:
         ShapeError: A name is unknown.
     """
+    if config.model_json:
+        tensors = {name.removeprefix("inner."): tensor for name, tensor in state.items()}
+        views = folder_views(meta_model(config.model_json), tensors)
+        return [whole_block(name, view, is_primary=True) for name, view in views.items()]
     return [block for name, tensor in state.items() for block in _blocks(name, tensor, config, shard)]
 
 

@@ -1,9 +1,9 @@
 """Megatron's GPTModel for a Hugging Face configuration, which scores tokens of packed trajectories."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from megatron.core import tensor_parallel
@@ -22,6 +22,8 @@ from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.micro_batches import MEASURED, WEIGHTED, TeacherComparison
 from rl_distill.objectives.vocabulary import VocabularyPart
 from rl_distill.options import LoraOptions
+
+R = TypeVar("R")
 
 Head = Literal["policy", "value"]
 """Output of a model: logprobs and entropy of tokens, or values of the states before them."""
@@ -73,7 +75,83 @@ class TokenResults:
         return torch.stack([one.sum() for one in tensors if one.requires_grad]).sum()
 
 
-class PolicyModel(GPTModel):  # type: ignore[misc]
+class TokenScoring:
+    """The end of a policy or critic: results of tokens from their last hidden states.
+
+    Attributes:
+        config: Megatron's configuration, with the kernels.
+        value_head: A critic's head; None for a policy.
+    """
+
+    config: Any
+    value_head: torch.nn.Linear | None
+
+    def _with_head(self, compute: Callable[[Tensor], R]) -> R:
+        """Return the function of the output matrix [V / ranks, H]."""
+        raise NotImplementedError
+
+    @property
+    def _part(self) -> VocabularyPart:
+        """Slice of the vocabulary that this rank's output matrix covers."""
+        raise NotImplementedError
+
+    def _results(self, hidden: Tensor, placed: PlacedPack, wanted: OutputRequest) -> TokenResults:
+        """Return the requested results for tokens with hidden states [M, H]."""
+        if self.value_head is not None:
+            return TokenResults(self.value_head(hidden).flatten().float())
+        if wanted.comparison is not None and wanted.comparison.is_alone:
+            return self._compare_alone(hidden, placed, wanted, self._divergence(wanted.comparison, wanted))
+        found = self._score(hidden, placed, wanted)
+        if wanted.has_hidden:
+            found["hidden"] = hidden.float()
+        return TokenResults(found.pop("values"), found.pop("entropy"), found)
+
+    def _score(self, hidden: Tensor, placed: PlacedPack, wanted: OutputRequest) -> dict[str, Tensor]:
+        """Return the requested results for tokens with hidden states [M, H]."""
+        comparison = wanted.comparison
+        request = HeadRequest(
+            part=self._part,
+            temperature=wanted.temperature,
+            top_k=wanted.top_k,
+            divergence=None if comparison is None else self._divergence(comparison, wanted),
+            is_fused=self.config.kernels.is_fused,
+        )
+        teacher = None if comparison is None else placed.teacher
+        compute = partial(head_scores, hidden, targets=placed.targets, request=request, teacher=teacher)
+        scores: HeadScores = self._with_head(compute)
+        found = {"values": scores.logprobs, "entropy": scores.entropy}
+        if scores.top_logprobs is not None and scores.top_ids is not None:
+            found["logprobs"] = torch.cat([scores.logprobs.unsqueeze(-1), scores.top_logprobs], -1)
+            found["ids"] = torch.cat([placed.targets.unsqueeze(-1), scores.top_ids], -1)
+        if scores.comparison is not None:
+            found |= {MEASURED + name: value for name, value in scores.comparison._asdict().items()}
+        return found
+
+    def _divergence(self, comparison: TeacherComparison, wanted: OutputRequest) -> LogitDivergence:
+        """Return the function that compares this rank's logits with teachers."""
+        return LogitDivergence(options=comparison.options, part=self._part, heads=wanted.heads)
+
+    def _compare_alone(
+        self, hidden: Tensor, placed: PlacedPack, wanted: OutputRequest, divergence: LogitDivergence
+    ) -> TokenResults:
+        """Compare with teachers in a single pass that also computes the gradients."""
+        compute = partial(
+            chunked_head_divergence,
+            hidden,
+            weights=placed.loss_weights,
+            teacher=placed.teacher,
+            divergence=divergence,
+            targets=placed.targets,
+            temperature=wanted.temperature,
+            chunk_logits=logits_at_once(hidden.device, is_alone=True),
+        )
+        found: HeadResult = self._with_head(compute)
+        measured = {MEASURED + name: value for name, value in found.comparison._asdict().items()}
+        logprobs = found.weighted.detach() if found.logprobs is None else found.logprobs
+        return TokenResults(logprobs, found.entropy, {WEIGHTED: found.weighted, **measured})
+
+
+class PolicyModel(TokenScoring, GPTModel):  # type: ignore[misc]
     """This rank's part of a GPTModel, with the output of a policy or a critic."""
 
     def __init__(
@@ -110,7 +188,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         self._num_tokens_known = policy.vocab_size
         if lora.rank and self.pre_process and config.recompute_granularity is not None:
             self.embedding.register_forward_hook(_with_gradient)
-        self.value_head: torch.nn.Linear | None = None
+        self.value_head = None
         if self.post_process and head == "value":
             del self.output_layer
             self.value_head = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
@@ -145,62 +223,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
             hidden = hidden.index_select(0, placed.kept)
         hidden = placed.to_score(hidden).squeeze(1)
-        if self.value_head is not None:
-            return TokenResults(self.value_head(hidden).flatten().float())
-        if wanted.comparison is not None and wanted.comparison.is_alone:
-            return self._compare_alone(hidden, placed, wanted, self._divergence(wanted.comparison, wanted))
-        found = self._score(hidden, placed, wanted)
-        if wanted.has_hidden:
-            found["hidden"] = hidden.float()
-        return TokenResults(found.pop("values"), found.pop("entropy"), found)
+        return self._results(hidden, placed, wanted)
 
-    def _head(self) -> Tensor | None:
-        """Return the embedding's matrix if the head is tied to it."""
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-
-    def _score(self, hidden: Tensor, placed: PlacedPack, wanted: OutputRequest) -> dict[str, Tensor]:
-        """Return the requested results for tokens with hidden states [M, H]."""
-        comparison = wanted.comparison
-        request = HeadRequest(
-            part=self._part,
-            temperature=wanted.temperature,
-            top_k=wanted.top_k,
-            divergence=None if comparison is None else self._divergence(comparison, wanted),
-            is_fused=self.config.kernels.is_fused,
-        )
-        teacher = None if comparison is None else placed.teacher
-        compute = partial(head_scores, hidden, targets=placed.targets, request=request, teacher=teacher)
-        scores: HeadScores = self.output_layer(compute, self._head())
-        found = {"values": scores.logprobs, "entropy": scores.entropy}
-        if scores.top_logprobs is not None and scores.top_ids is not None:
-            found["logprobs"] = torch.cat([scores.logprobs.unsqueeze(-1), scores.top_logprobs], -1)
-            found["ids"] = torch.cat([placed.targets.unsqueeze(-1), scores.top_ids], -1)
-        if scores.comparison is not None:
-            found |= {MEASURED + name: value for name, value in scores.comparison._asdict().items()}
-        return found
-
-    def _divergence(self, comparison: TeacherComparison, wanted: OutputRequest) -> LogitDivergence:
-        """Return the function that compares this rank's logits with teachers."""
-        return LogitDivergence(options=comparison.options, part=self._part, heads=wanted.heads)
-
-    def _compare_alone(
-        self, hidden: Tensor, placed: PlacedPack, wanted: OutputRequest, divergence: LogitDivergence
-    ) -> TokenResults:
-        """Compare with teachers in a single pass that also computes the gradients."""
-        compute = partial(
-            chunked_head_divergence,
-            hidden,
-            weights=placed.loss_weights,
-            teacher=placed.teacher,
-            divergence=divergence,
-            targets=placed.targets,
-            temperature=wanted.temperature,
-            chunk_logits=logits_at_once(hidden.device, is_alone=True),
-        )
-        found: HeadResult = self.output_layer(compute, self._head())
-        measured = {MEASURED + name: value for name, value in found.comparison._asdict().items()}
-        logprobs = found.weighted.detach() if found.logprobs is None else found.logprobs
-        return TokenResults(logprobs, found.entropy, {WEIGHTED: found.weighted, **measured})
+    def _with_head(self, compute: Callable[[Tensor], R]) -> R:
+        """See `TokenScoring`."""
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(compute, tied)  # type: ignore[no-any-return]
 
     @property
     def _part(self) -> VocabularyPart:

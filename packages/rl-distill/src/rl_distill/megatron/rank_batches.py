@@ -30,6 +30,7 @@ class Sharing:
         context_size: Number of slices.
         sequence_size: Parts that sequence parallelism cuts each slice into, outside the matrix products.
         head_counts: Query and key heads for which this rank computes attention in buckets; None for flash attention.
+        has_blocks: True to plan flash attention beside the buckets.
         frequencies: [rotated channels / 2] of the rotary embedding, in host memory.
     """
 
@@ -39,6 +40,7 @@ class Sharing:
     sequence_size: int
     head_counts: Sequence[int] | None
     frequencies: Tensor
+    has_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,12 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
         positions = torch.cat([positions, torch.arange(num_padding, device=positions.device)])
         offsets = offsets_of([*np.diff(offsets), num_padding])
     layout = packed_layout(
-        positions, offsets, frequencies=sharing.frequencies, head_counts=sharing.head_counts, spans=forest.spans
+        positions,
+        offsets,
+        frequencies=sharing.frequencies,
+        head_counts=sharing.head_counts,
+        spans=forest.spans,
+        has_blocks=sharing.has_blocks,
     )
     length = len(ids) // sharing.context_size
     start = sharing.context_rank * length

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_core.data import Batch
 from rl_core.errors import DataError
 from rl_core.weights.broadcast import RankOffer, SenderOptions, WeightSender, offer_from_rank
 from rl_distill.architecture.memory import RankMemory
@@ -38,8 +39,9 @@ from rl_distill.megatron.rank_batches import (
 )
 from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.setup import ModelPlan, build_chunks
+from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
-from rl_distill.packing import Pack, scored_tokens
+from rl_distill.packing import Pack, pack_rows, scored_tokens
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products, computing_with
 from rl_distill.stepping import learning_rate_at
@@ -78,6 +80,9 @@ class RankModel:
         has_flash = self._chunks[0].config.kernels.attention == "varlen"
         self.shares_prefixes = has_flash or self._device.type == "cpu"
         self._sharing = _sharing(plan, has_flash=has_flash)
+        for model in self._own_models():
+            model.settle(self._place)
+            self.shares_prefixes &= model.shares_prefixes
         self._teacher_heads: list[Tensor] = []
         self._routed = [0, 0]
         is_distributed = plan.parallel.distributed_optimizer
@@ -184,6 +189,17 @@ class RankModel:
             tokens=gathered.tokens(share.batch) if with_tokens else {},
             computed_tokens=sum(pack.forest.num_computed for pack in packs),
         )
+
+    def _own_models(self) -> list[TransformersModel]:
+        """Return the chunks that transformers computes."""
+        modules = (module for chunk in self._chunks for module in chunk.modules())
+        return [module for module in modules if isinstance(module, TransformersModel)]
+
+    def _place(self, batch: Batch, min_shared: int) -> PlacedPack:
+        """Lay out a batch as one pack, with all tokens scored."""
+        pack = pack_rows(batch, np.arange(len(batch)), device=torch.device("cpu"), min_shared=min_shared)
+        length = padded_length(pack, self._sharing)
+        return on_device(place_pack(pack, scored_tokens(pack, mask=None), self._sharing, length=length), self._device)
 
     def _routing(self, packs: Sequence[Pack]) -> dict[str, tuple[float, float]]:
         """Return the routing metrics of replayed experts as (weighted sum, weight); every rank calls it together.
@@ -329,13 +345,15 @@ def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:
     config, parallel = plan.source.config, plan.parallel
     heads, groups = config.num_heads // parallel.tensor, config.num_key_value_heads // parallel.tensor
     has_context = parallel.context > 1
+    head_counts = None if has_flash else (heads // parallel.context, max(1, groups // parallel.context))
     return Sharing(
         context_group=parallel_state.get_context_parallel_group() if has_context else None,
         context_rank=parallel_state.get_context_parallel_rank() if has_context else 0,
         context_size=parallel.context,
         sequence_size=parallel.tensor if parallel.sequence else 1,
-        head_counts=None if has_flash else (heads // parallel.context, max(1, groups // parallel.context)),
+        head_counts=(1,) if config.model_json else head_counts,
         frequencies=rotary_frequencies(config),
+        has_blocks=has_flash,
     )
 
 

@@ -286,7 +286,7 @@ class TrainedModel(RankedModel):
         """
         adapter = self._trained_adapter()
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype, adapter=adapter)
-        TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes()))
+        TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes(), self._source.config))
         problems = self._ranks.call_all(RankHost.read_state, self._name, directory / STATE_FOLDER)
         if any(problems):
             self._ranks.call_all(RankHost.forget_state, self._name)

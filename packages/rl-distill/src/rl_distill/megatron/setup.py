@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_core.weights import LORA_B
 from rl_distill.architecture.lora_targets import adapted_modules
+from rl_distill.architecture.tensor_shapes import output_name
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
@@ -25,6 +26,7 @@ from rl_distill.megatron.model import Head, PolicyModel
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.overlap import connect_schedule, data_parallelism
 from rl_distill.megatron.parallel import undisturbed_random_numbers
+from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 VALUE_HEAD = {"value_head.weight": "score.weight", "value_head.bias": "score.bias"}
@@ -79,19 +81,23 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
     for index, shard in enumerate(shards):
         with undisturbed_random_numbers(), warnings.catch_warnings(), device:
             warnings.simplefilter("ignore", DeprecationWarning)  # about Megatron's calls of its own functions
-            model: Any = PolicyModel(
-                plan.source.config,
-                config,
-                shard=shard,
-                virtual_stage=index if is_virtual else None,
-                head=plan.head,
-                lora=plan.lora,
+            model: Any = (
+                TransformersModel(plan.source.config, config, head=plan.head)
+                if plan.source.config.model_json
+                else PolicyModel(
+                    plan.source.config,
+                    config,
+                    shard=shard,
+                    virtual_stage=index if is_virtual else None,
+                    head=plan.head,
+                    lora=plan.lora,
+                )
             )
         with torch.no_grad():
             fill_weights(model, plan, shard)
             fill_adapter(model, plan, shard)
         model = model.to(device)  # for layers that ignore the device context, such as Transformer Engine's
-        if plan.dtype != torch.float32:
+        if plan.dtype != torch.float32 and not plan.source.config.model_json:  # its buffers stay in float32
             model = Float16Module(config, model)
         chunks.append(model)
     if not plan.trains:
@@ -126,7 +132,7 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
     """Fill a chunk's parameters from the policy's folder, or with random numbers that are the same in every layout."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if PARAMETER not in name}
     folder = plan.source.policy_dir
-    unused = frozenset({"lm_head.weight"}) if plan.head == "value" else frozenset()
+    unused = frozenset({output_name(plan.source.config)}) if plan.head == "value" else frozenset()
     tensors = None if folder is None else PolicyTensors(folder, plan.source.config, optional=unused)
     for parameter in parameters.values():
         parameter.zero_()  # rows that pad the vocabulary stay zero

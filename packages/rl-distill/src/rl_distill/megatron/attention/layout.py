@@ -94,6 +94,22 @@ class HeadIndex:
     from_buckets: Tensor
     padding: Tensor
 
+    def for_heads(self, num_heads: int, buckets: Sequence[tuple[int, int]]) -> "HeadIndex":
+        """Return the indices of several heads from those of one."""
+        head = torch.arange(num_heads, device=self.to_buckets.device)[:, None]
+        is_padding = torch.zeros_like(self.to_buckets, dtype=torch.bool).index_fill_(0, self.padding, True)
+        tokens, paddings = [], []
+        for (rows, length), token, padding in zip(
+            buckets, *(x.split([r * n for r, n in buckets]) for x in (self.to_buckets, is_padding)), strict=True
+        ):
+            tokens.append((token.view(rows, 1, length) * num_heads + head).flatten())
+            paddings.append(padding.view(rows, 1, length).expand(rows, num_heads, length).flatten())
+        to_buckets, is_filled = torch.cat(tokens), torch.cat(paddings)
+        real = (~is_filled).nonzero().flatten()
+        from_buckets = torch.empty(len(self.from_buckets) * num_heads, dtype=torch.int64, device=real.device)
+        from_buckets[to_buckets[real]] = real
+        return HeadIndex(to_buckets, from_buckets, is_filled.nonzero().flatten())
+
 
 @dataclass
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]
@@ -124,6 +140,12 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]
     routed: Tensor | None = None
     spans: tuple[Span, ...] = ()
     blocks: tuple[FlashCall, ...] = ()
+
+    def index(self, num_heads: int) -> HeadIndex:
+        """Return the indices for a number of heads."""
+        if num_heads not in self.heads:
+            self.heads[num_heads] = self.heads[1].for_heads(num_heads, self.buckets)
+        return self.heads[num_heads]
 
 
 def causal_mask(length: int, *, repeats: int, like: Tensor) -> Tensor:
@@ -190,6 +212,7 @@ def packed_layout(
     frequencies: Tensor,
     head_counts: Sequence[int] | None,
     spans: tuple[Span, ...] = (),
+    has_blocks: bool | None = None,
 ) -> PackedLayout:
     """Lay out a pack.
 
@@ -199,11 +222,14 @@ def packed_layout(
         frequencies: [rotated channels / 2] float32 of the rotary embedding; see `rotary_frequencies`.
         head_counts: Number of query heads and of key heads on this rank, for buckets; None for flash attention.
         spans: Spans of the forest of segments.
+        has_blocks: True to plan calls of flash attention too; None plans them without buckets.
     """
     cos, sin = rotary_tables(position_ids, frequencies=frequencies)
     device = position_ids.device
-    if head_counts is None:
+    blocks: tuple[FlashCall, ...] = ()
+    if has_blocks or head_counts is None:
         blocks = plan_blocks(offsets, spans, device=device)
+    if head_counts is None:
         return PackedLayout(qkv_format=PACKED_FORMAT, cos=cos, sin=sin, blocks=blocks)
     buckets = plan_buckets(np.diff(offsets))
     places = _token_places(offsets, buckets)
@@ -212,4 +238,6 @@ def packed_layout(
         for count in set(head_counts)
     }
     shapes = tuple((len(tokens), tokens.shape[1]) for tokens, _ in places)
-    return PackedLayout(qkv_format=PACKED_FORMAT, buckets=shapes, cos=cos, sin=sin, heads=heads, spans=spans)
+    return PackedLayout(
+        qkv_format=PACKED_FORMAT, buckets=shapes, cos=cos, sin=sin, heads=heads, spans=spans, blocks=blocks
+    )

@@ -88,7 +88,7 @@ def heads_to_tokens(x: Tensor, *, group: Any) -> Tensor:
     return linear_map(x, forward=to_tokens, backward=to_heads)
 
 
-_MATMUL_LENGTH = 192
+MATMUL_LENGTH = 192
 """Maximum length at which batched products beat the fused kernel on a CPU in float32; memory is quadratic in it."""
 
 Buckets = tuple[tuple[int, int], ...]
@@ -135,14 +135,14 @@ class _MatmulAttention(torch.autograd.Function):
 
 def _bucket_views(buckets: Buckets, num_groups: int, *flats: Tensor) -> list[tuple[Tensor, ...]]:
     """Return for each bucket each flat tensor as [rows * groups, heads of a group * length, head_dim]."""
-    parts = zip(*(_split(flat, buckets) for flat in flats), strict=True)
+    parts = zip(*(split_buckets(flat, buckets) for flat in flats), strict=True)
     return [
         tuple(x.view(rows * num_groups, -1, x.shape[1]) for x in of_bucket)
         for (rows, _), of_bucket in zip(buckets, parts, strict=True)
     ]
 
 
-def _split(flat: Tensor, buckets: Buckets) -> tuple[Tensor, ...]:
+def split_buckets(flat: Tensor, buckets: Buckets) -> tuple[Tensor, ...]:
     """Split a flat tensor [P * heads, head_dim] into the rows of each bucket."""
     heads = flat.shape[0] // _num_places(buckets)
     return torch.split(flat, [rows * length * heads for rows, length in buckets])
@@ -155,7 +155,7 @@ def _num_places(buckets: Buckets) -> int:
 def _fused_attention(qkv: QueryKeyValue, buckets: Buckets, scale: float) -> Tensor:
     """Call scaled_dot_product_attention per bucket, on the layout of `_MatmulAttention`."""
     outs = []
-    for (rows, length), parts in zip(buckets, zip(*(_split(x, buckets) for x in qkv), strict=True), strict=True):
+    for (rows, length), parts in zip(buckets, zip(*(split_buckets(x, buckets) for x in qkv), strict=True), strict=True):
         q, k, v = (part.view(rows, -1, length, part.shape[1]) for part in parts)
         has_groups = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=has_groups)
@@ -181,7 +181,7 @@ def bucket_attention(qkv: QueryKeyValue, buckets: Buckets, *, scale: float) -> T
         [P * heads, head_dim] in bucket order.
     """
     use_matmul = qkv[0].device.type == "cpu" and qkv[0].dtype == torch.float32
-    num_long = sum(length > _MATMUL_LENGTH for _, length in buckets) if use_matmul else len(buckets)
+    num_long = sum(length > MATMUL_LENGTH for _, length in buckets) if use_matmul else len(buckets)
     if num_long == 0:
         return _matmul_attention(qkv, buckets, scale)
     if num_long == len(buckets):
@@ -190,6 +190,31 @@ def bucket_attention(qkv: QueryKeyValue, buckets: Buckets, *, scale: float) -> T
     q, k, v = (x.tensor_split([num_long_places * (x.shape[0] // num_places)]) for x in qkv)
     long = _fused_attention((q[0], k[0], v[0]), buckets[:num_long], scale)
     return torch.cat((long, _matmul_attention((q[1], k[1], v[1]), buckets[num_long:], scale)))
+
+
+def packed_attention(qkv: QueryKeyValue, layout: PackedLayout, *, scale: float) -> Tensor:
+    """Attend within each trajectory of a pack.
+
+    Args:
+        qkv: Queries [T, heads, D], keys and values [T, groups, D], after the rotary embedding.
+        layout: Layout of the pack.
+        scale: Factor on the scores.
+
+    Returns:
+        [T, heads, D].
+    """
+    if layout.blocks:
+        return varlen_attention(list(qkv), layout.blocks, scale=scale)
+    if layout.spans:
+        return prefix_attention(qkv, layout, scale=scale, matmul_length=MATMUL_LENGTH)
+    indices = [layout.index(x.shape[1]) for x in qkv]
+    q, k, v = (
+        reordered(x.reshape(-1, x.shape[-1]), index.to_buckets, index.from_buckets, None)
+        for x, index in zip(qkv, indices, strict=True)
+    )
+    flat = bucket_attention((q, k, v), layout.buckets, scale=scale)
+    heads = indices[0]
+    return reordered(flat, heads.from_buckets, heads.to_buckets, heads.padding).view(qkv[0].shape)
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]
@@ -242,25 +267,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if self._context_group is not None:  # all tokens of this rank's heads, instead of all heads of its tokens
             num_heads = query.shape[2]
             qkv = [tokens_to_heads(x, num_query_heads=num_heads, group=self._context_group) for x in qkv]
-        if layout.blocks:
-            out = varlen_attention(qkv, layout.blocks, scale=self.scale)
-        elif layout.spans:
-            out = prefix_attention((qkv[0], qkv[1], qkv[2]), layout, scale=self.scale, matmul_length=_MATMUL_LENGTH)
-        else:
-            indices = [layout.heads[x.shape[1]] for x in qkv]
-            buckets = [
-                _reordered(x.reshape(-1, x.shape[-1]), index.to_buckets, index.from_buckets, None)
-                for x, index in zip(qkv, indices, strict=True)
-            ]
-            flat = bucket_attention((buckets[0], buckets[1], buckets[2]), layout.buckets, scale=self.scale)
-            heads = indices[0]
-            out = _reordered(flat, heads.from_buckets, heads.to_buckets, heads.padding).view(qkv[0].shape)
+        out = packed_attention((qkv[0], qkv[1], qkv[2]), layout, scale=self.scale)
         if self._context_group is not None:
             out = heads_to_tokens(out, group=self._context_group)
         return out.reshape(query.shape[0], 1, -1)
 
 
-def _reordered(rows: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
+def reordered(rows: Tensor, there: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
     """Reorder rows. The gradient is reordered back, and is 0 for padding."""
 
     def reorder_back(grad: Tensor) -> Tensor:

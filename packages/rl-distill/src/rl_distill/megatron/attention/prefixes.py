@@ -90,7 +90,7 @@ class _BlockPositions:
 
     def __init__(self, layout: PackedLayout, *, num_heads: int, num_groups: int) -> None:
         self.layout, self.num_groups = layout, num_groups
-        self.heads, self.groups = layout.heads[num_heads], layout.heads[num_groups]
+        self.heads, self.groups = layout.index(num_heads), layout.index(num_groups)
 
     def in_buckets(self, x: Tensor, index: HeadIndex, *, has_padding: bool = True) -> list[Tensor]:
         """Return [T, heads, ...] as [rows * groups, heads of a group * length, ...] for each bucket."""

@@ -1,0 +1,44 @@
+"""A folder's tensors as views of the parameters of transformers' model, for any architecture.
+
+transformers converts a folder's tensors into parameters when it loads a model, for example by stacking experts, and can
+revert the conversion to save them. Reverted without copies, each tensor of the folder is a view of a parameter: writing
+into it changes the model. So no package needs to know an architecture's names.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def folder_views(model: Any, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Return views of tensors by the names that a model's folder has.
+
+    Args:
+        model: A `PreTrainedModel` of the architecture, which may be on the meta device.
+        tensors: Its parameters and persistent buffers, or other tensors of the same shapes, by the model's names.
+
+    Raises:
+        SettingsError: transformers computes a tensor of the folder, so it is no part of a parameter.
+    """
+    from torch import Tensor
+    from torch.overrides import TorchFunctionMode
+    from transformers.core_model_loading import revert_weight_conversion
+
+    class InPlace(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if func in (Tensor.contiguous, Tensor.clone) else func(*args, **(kwargs or {}))
+
+    with InPlace():
+        views: dict[str, Tensor] = revert_weight_conversion(model, {name: t.detach() for name, t in tensors.items()})
+    own = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+    computed = sorted(name for name, view in views.items() if view.untyped_storage()._cdata not in own)
+    if computed:
+        raise SettingsError(
+            f"transformers computes tensor {computed[0]!r} of {type(model).__name__}'s folder from its parameters, so "
+            "the weights cannot be updated in place. Use another architecture."
+        )
+    return views

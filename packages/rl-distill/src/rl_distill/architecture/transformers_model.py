@@ -1,0 +1,147 @@
+"""Models that transformers' own class computes: built from config.json alone, with names and shapes of their tensors.
+
+Nothing in a folder runs as code: a model whose class transformers does not have is refused.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import DataError, SettingsError
+from rl_core.files import preview
+
+if TYPE_CHECKING:
+    pass
+
+UNRELATED_FIELDS = frozenset(
+    {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "num_labels", "torch_dtype"}
+    | {"transformers_version", "use_cache"}
+)
+"""Fields of config.json that do not change what a model computes."""
+
+
+def canonical_json(config: Mapping[str, Any]) -> str:
+    """Return the fields of a config.json that decide what the model computes, in a fixed order."""
+    return json.dumps({name: value for name, value in config.items() if name not in UNRELATED_FIELDS}, sort_keys=True)
+
+
+def read_config(text: str) -> Any:
+    """Return transformers' configuration of a `canonical_json`, without dropout, which would change logprobs.
+
+    Raises:
+        SettingsError: transformers has no class for it.
+        DataError: A field has a wrong type or value.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+    from transformers import __version__ as version
+
+    content = PreTrainedConfig._decode_special_floats(json.loads(text))
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise SettingsError(
+            f"model_type must be one of transformers {version}'s architectures; config.json has {preview(model_type)}. "
+            "A folder's own code is not run: use a newer transformers that includes the architecture."
+        )
+    try:
+        config: Any = CONFIG_MAPPING[model_type].from_dict(content)
+    except Exception as error:  # strict configurations raise many types
+        raise DataError(f"config.json does not describe a {model_type} model: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SettingsError(
+            f"{model_type} is not a causal language model of transformers {version}. A policy needs one that predicts "
+            "the next token."
+        )
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith(("pdrop", "layerdrop"))) and isinstance(value, int | float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def build_model(text: str, **options: Any) -> Any:
+    """Build the model with weights that are not set yet.
+
+    Buffers that a folder stores as weights, such as a router's bias, become parameters that are not trained.
+
+    Args:
+        text: The model's `canonical_json`.
+        **options: Options of `from_config`, such as `dtype`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(read_config(text), trust_remote_code=False, **options)
+    model.tie_weights()  # which belongs to the initialization that is skipped
+    stored = model.state_dict()
+    for name, buffer in list(model.named_buffers()):
+        if name in stored:
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            delattr(module, own)
+            module.register_parameter(own, torch.nn.Parameter(buffer, requires_grad=False))
+    return model
+
+
+@lru_cache(maxsize=8)
+def meta_model(text: str) -> Any:
+    """Return the model without memory."""
+    import torch
+
+    with torch.device("meta"):
+        return build_model(text)
+
+
+@lru_cache(maxsize=8)
+def model_shapes(text: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of the folder by name, without tied ones."""
+    from rl_core.weights.model_views import folder_views
+
+    model = meta_model(text)
+    return {name: tuple(view.shape) for name, view in folder_views(model, dict(model.named_parameters())).items()}
+
+
+@lru_cache(maxsize=8)
+def untrained_names(text: str) -> frozenset[str]:
+    """Return the folder's tensors that are not trained: those that transformers keeps as buffers."""
+    from rl_core.weights.model_views import folder_views
+
+    model = meta_model(text)
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return frozenset(folder_views(model, frozen))
+
+
+def model_tied(text: str) -> dict[str, str]:
+    """Return the names of tied tensors, each mapped to the tensor whose values it shares."""
+    return dict(getattr(meta_model(text), "all_tied_weights_keys", None) or {})
+
+
+def head_name(text: str) -> str:
+    """Return the name of the output matrix in the folder."""
+    model = meta_model(text)
+    head = model.get_output_embeddings()
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+
+
+def dimensions(text: str) -> dict[str, Any]:
+    """Return the fields of a `PolicyConfig` that are known for any model."""
+    config = read_config(text).get_text_config()
+    heads = int(config.num_attention_heads)
+    base = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    return {
+        "num_layers": int(config.num_hidden_layers),
+        "hidden_size": int(config.hidden_size),
+        "ffn_hidden_size": int(max(base) if isinstance(base, list | tuple) else base),
+        "num_heads": heads,
+        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        "vocab_size": int(config.vocab_size),
+        "max_position_embeddings": int(min(positions, 2**31 - 1)),
+        "is_tied": bool(config.tie_word_embeddings),
+        "initializer_range": float(getattr(config, "initializer_range", None) or 0.02),
+        "norm_eps": 1e-6,
+        "rope_base": 1e4,
+    }

@@ -1,0 +1,373 @@
+"""transformers' own model as this rank's chunk: our packed attention under it, our head over it.
+
+The class computes everything between attention and head, so any architecture trains. How its rows are computed is not
+read from a table: `settle` tries the ways on a few rows, and keeps the first that gives the class's own logprobs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from megatron.core.transformer.enums import ModelType
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from rl_core.data import Batch, IntArray, Ragged, RowKey
+from rl_core.errors import SettingsError
+from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.transformers_model import build_model
+from rl_distill.megatron.attention.layout import PackedLayout
+from rl_distill.megatron.attention.packed import packed_attention, reordered, split_buckets
+from rl_distill.megatron.head import logits_at_once
+from rl_distill.megatron.model import Head, OutputRequest, R, TokenResults, TokenScoring
+from rl_distill.megatron.rank_batches import PlacedPack
+from rl_distill.objectives.vocabulary import VocabularyPart
+
+PACKED = "rl_packed"
+"""Name of our attention among transformers' implementations."""
+WAYS = ((PACKED, True), ("sdpa", False), ("eager", False))
+"""Attention, and whether rows lie end to end; otherwise each is padded on its right."""
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Maximum mean difference of logprobs from the class's own, in nats."""
+PLAIN_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_router_logits", "position_embeddings", "is_causal"})
+"""Arguments of a layer's attention that do not change what it computes, besides those of `_attention`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """Stands for an attention mask: transformers' function of the positions that a query may see.
+
+    Attributes:
+        is_visible: Called with (0, 0, query, key), positions within a row; returns whether the key is visible.
+    """
+
+    is_visible: Callable[..., Tensor]
+
+    def mask(self, length: int, device: torch.device) -> Tensor:
+        """Return [length, length] bool: the keys that each query sees."""
+        positions = torch.arange(length, device=device)
+        return self.is_visible(0, 0, positions[:, None], positions[None, :])
+
+
+def _mask_rule(*_: Any, mask_function: Callable[..., Tensor] = causal_mask_function, **__: Any) -> MaskRule | None:
+    """Return what a mask would say; None for all earlier tokens."""
+    return None if mask_function is causal_mask_function else MaskRule(mask_function)
+
+
+class _Pack:
+    """The pack that a model computes, where its attention layers find it, also when they are recomputed.
+
+    Attributes:
+        layout: Layout of the pack.
+    """
+
+    layout = PackedLayout()
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRule | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,  # noqa: ARG001 - always 0
+    sliding_window: int | None = None,  # noqa: ARG001 - the mask says it
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each row of the pack.
+
+    Args:
+        module: The attention layer.
+        query: [1, heads, T, D].
+        key: [1, groups, T, D].
+        value: [1, groups, T, D of the values].
+        attention_mask: See `_mask_rule`.
+        scaling: Factor on the scores; None for 1 / sqrt(D).
+        dropout: Not used.
+        sliding_window: Not used.
+        softcap: Bound of the scores, by tanh.
+        s_aux: [heads] scores of a sink, to which every query attends.
+        **others: Other arguments of the layer.
+
+    Returns:
+        [1, T, heads, D of the values].
+
+    Raises:
+        SettingsError: The layer has an argument that is not known here.
+    """
+    unknown = sorted({name for name, given in others.items() if given is not None} - PLAIN_ARGUMENTS)
+    if unknown or not getattr(module, "is_causal", True):
+        raise SettingsError(f"attention of {type(module).__name__} has {unknown or 'no causal mask'}, unknown here.")
+    layout: PackedLayout = module.rl_pack.layout
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    width = value.shape[-1]
+    size = max(query.shape[-1], width)  # latent attention has values of another size
+    q, k, v = (F.pad(x[0].transpose(0, 1), (0, size - x.shape[-1])).contiguous() for x in (query, key, value))
+    if attention_mask is None and softcap is None and s_aux is None:
+        return packed_attention((q, k, v), layout, scale=scale)[None, ..., :width], None
+    if layout.spans:
+        raise SettingsError(f"attention of {type(module).__name__} sees windows, caps or sinks; rows share no prefix.")
+    index = layout.index(q.shape[1])
+    parts = [
+        split_buckets(reordered(x.flatten(0, 1), own.to_buckets, own.from_buckets, None), layout.buckets)
+        for x, own in ((x, layout.index(x.shape[1])) for x in (q, k, v))
+    ]
+    outs = []
+    for (rows, length), of_bucket in zip(layout.buckets, zip(*parts, strict=True), strict=True):
+        by_head = [part.view(rows, -1, length, size) for part in of_bucket]
+        rule = MaskRule(causal_mask_function) if attention_mask is None else attention_mask
+        mask = rule.mask(length, query.device)
+        outs.append(_masked(by_head, mask, scale=scale, softcap=softcap, sinks=s_aux).reshape(-1, size))
+    out = reordered(torch.cat(outs), index.from_buckets, index.to_buckets, index.padding).view(q.shape)
+    return out[None, ..., :width], None
+
+
+def _masked(
+    qkv: Sequence[Tensor], mask: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend in [rows, heads, length, D] under a [length, length] mask."""
+    q, k, v = qkv
+    if softcap is None and sinks is None:
+        has_groups = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=has_groups)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf).float()
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    return torch.softmax(scores, -1)[..., : k.shape[2]].to(v.dtype) @ v
+
+
+class TransformersModel(TokenScoring, torch.nn.Module):
+    """A model of transformers as a chunk with all layers.
+
+    Attributes:
+        is_packed: True if rows are computed end to end, without padding.
+        shares_prefixes: True if attention computes shared prefixes of rows once.
+    """
+
+    def __init__(self, policy: PolicyConfig, config: Any, *, head: Head = "policy") -> None:
+        """Build the model; `settle` follows once its weights are loaded.
+
+        Args:
+            policy: The policy's configuration, with its `model_json`.
+            config: Megatron's configuration of the policy.
+            head: Output of the model.
+        """
+        torch.nn.Module.__init__(self)
+        AttentionInterface.register(PACKED, _attention)
+        AttentionMaskInterface.register(PACKED, _mask_rule)
+        self.config, self._policy = config, policy
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process = self.post_process = True
+        self.share_embeddings_and_output_weights = False
+        self.vp_stage = None
+        self.inner = build_model(policy.model_json, attn_implementation="eager", dtype=config.params_dtype)
+        if config.recompute_granularity == "full":
+            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        self._pack = _Pack()
+        for module in self.inner.modules():
+            module.rl_pack = self._pack
+        self.value_head = None
+        if head == "value":
+            output = self.inner.get_output_embeddings()
+            path, _, own = next(n for n, m in self.inner.named_modules() if m is output).rpartition(".")
+            setattr(self.inner.get_submodule(path), own, torch.nn.Identity())
+            self.value_head = torch.nn.Linear(policy.hidden_size, 1, dtype=config.params_dtype)
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+        elif self._output is self.inner.get_input_embeddings().weight:
+            self._output.zero_out_wgrad = True  # type: ignore[attr-defined] # Megatron then adds both gradients
+        self.is_packed = self.shares_prefixes = False
+        self._head_scale: float | None = 1.0
+        self._answer: Any = None
+
+    def set_input_tensor(self, _: Any) -> None:
+        """Do nothing: there is one pipeline stage."""
+
+    def forward(self, placed: PlacedPack, *, wanted: OutputRequest = OutputRequest()) -> TokenResults:  # noqa: B008
+        """Score tokens of a pack; see `PolicyModel.forward`."""
+        hidden = self._hidden(placed.input_ids, placed.position_ids, placed.layout)
+        hidden = placed.to_score(hidden.index_select(0, placed.kept))
+        if self._head_scale is None:
+            return self._results_of_class(hidden, placed, wanted)
+        return self._results(hidden if self._head_scale == 1.0 else hidden * self._head_scale, placed, wanted)
+
+    @torch.no_grad()
+    def settle(self, place: Callable[[Batch, int], PlacedPack]) -> None:
+        """Choose how rows are computed: the first way that gives the class's own logprobs of a few rows.
+
+        Args:
+            place: Lays out a batch; rows of a prompt share prefixes of this number of tokens, 0 for none.
+
+        Raises:
+            SettingsError: No way gives them.
+        """
+        was_training = self.training
+        self.eval()
+        rows = _probe_rows(self._policy.vocab_size)
+        batch = _batch(rows)
+        self._use("eager", is_packed=False)
+        expected = torch.cat([self._own_results(row) for row in rows])
+        if self.value_head is None:
+            self._head_scale = self._find_head_scale()
+        most, found = TOLERANCES[self.config.params_dtype], []
+
+        def difference(attention: str, is_packed: bool, min_shared: int) -> float:
+            self._use(attention, is_packed=is_packed)
+            placed = place(batch, min_shared)
+            try:
+                values = placed.spread(self(placed).values)
+            except Exception as error:  # a class may refuse an implementation in any way
+                found.append(f"{attention}: {type(error).__name__}: {error}")
+                return float("inf")
+            worst = float((values - expected).abs().mean())
+            found.append(f"{attention}: {worst:.2g} nats")
+            return worst
+
+        for attention, is_packed in WAYS:
+            if difference(attention, is_packed, 0) <= most:
+                break
+        else:
+            raise SettingsError(
+                f"{self._policy.architecture} cannot be trained: no way to compute its rows gives the logprobs of "
+                f"transformers' class within {most:g} nats. Found {'; '.join(found)}."
+            )
+        self.shares_prefixes = is_packed and difference(attention, is_packed, _SHARED) <= most
+        self._use(attention, is_packed=is_packed)
+        self.train(was_training)
+
+    def _use(self, attention: str, *, is_packed: bool) -> None:
+        self.inner.set_attn_implementation(attention)
+        self.is_packed = is_packed
+
+    def _own_results(self, row: IntArray) -> Tensor:
+        """Return the class's logprobs [T] of a row's tokens, 0 at the first; a critic's values."""
+        ids = torch.from_numpy(row.astype(np.int64)).to(self._device)
+        if self.value_head is not None:
+            hidden = self.inner.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+            found = self.value_head(hidden).flatten()
+        else:
+            logits = self.inner(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            found = torch.log_softmax(logits.float(), -1).gather(-1, ids[1:, None])[:, 0]
+        return F.pad(found.float(), (1, 0))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.inner.parameters()).device
+
+    @property
+    def _output(self) -> torch.nn.Parameter:
+        weight: torch.nn.Parameter = self.inner.get_output_embeddings().weight
+        return weight
+
+    def _with_head(self, compute: Callable[[Tensor], R]) -> R:
+        """See `TokenScoring`."""
+        return compute(self._output)
+
+    @property
+    def _part(self) -> VocabularyPart:
+        return VocabularyPart(self._policy.vocab_size, None)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, layout: PackedLayout) -> Tensor:
+        """Return [T, H] last hidden states."""
+        if self.is_packed:
+            self._pack.layout = layout
+            return self._base(ids[None], position_ids=positions[None], attention_mask=torch.ones_like(ids)[None])[0]
+        index, outs, start = layout.index(1), [], 0
+        places = ids.index_select(0, index.to_buckets)
+        mask = torch.ones_like(places).index_fill_(0, index.padding, 0)
+        for rows, length in layout.buckets:
+            part = slice(start, start + rows * length)
+            start += rows * length
+            of_rows = (x[part].view(rows, length) for x in (places, mask))
+            outs.append(self._base(next(of_rows), attention_mask=next(of_rows)).flatten(0, 1))
+        return torch.cat(outs).index_select(0, index.from_buckets)
+
+    def _base(self, ids: Tensor, **others: Tensor) -> Tensor:
+        """Return [rows, T, H] last hidden states of the layers."""
+        found = self.inner.base_model(input_ids=ids, use_cache=False, **others)
+        hidden: Tensor = found.last_hidden_state
+        self._answer = replace(found, last_hidden_state=None)
+        return hidden
+
+    # -- heads that do more than multiply
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [M, V] of hidden states [M, H] by the class's own forward, without its layers."""
+        base = self.inner.base_model
+        base.forward = lambda *_, **__: replace(self._answer, last_hidden_state=hidden[None])
+        try:
+            logits: Tensor = self.inner(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        finally:
+            del base.forward
+        return logits
+
+    def _find_head_scale(self) -> float | None:
+        """Return c if logits are c times hidden states times the output matrix; None if the head does more."""
+        self._base(torch.zeros(1, 4, dtype=torch.int64, device=self._device))  # whose answer `_logits` fills
+        weight = self._output
+        hidden = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight) * 10
+        found, plain = self._logits(hidden).float(), (hidden @ weight.t()).float()
+        scale = float((found * plain).sum() / plain.square().sum())
+        is_linear = torch.allclose(found, scale * plain, rtol=1e-2, atol=1e-3 * float(plain.abs().max()))
+        return (1.0 if abs(scale - 1.0) < 1e-3 else scale) if is_linear else None
+
+    def _results_of_class(self, hidden: Tensor, placed: PlacedPack, wanted: OutputRequest) -> TokenResults:
+        """Return logprobs and other results by the class's head, some tokens at a time, computed again backward."""
+        if wanted.comparison is not None:
+            raise SettingsError(
+                f"{self._policy.architecture} cannot be compared with a teacher's distributions: its head does more "
+                'than multiply. Distil with distribution = "sampled".'
+            )
+        size = max(1, logits_at_once(hidden.device) // self._policy.vocab_size)
+        score = partial(self._score_by_class, temperature=wanted.temperature)
+        pairs = zip(hidden.split(size), placed.targets.split(size), strict=True)
+        parts = [checkpoint(score, *pair, use_reentrant=False) for pair in pairs]
+        values, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        others: dict[str, Tensor] = {"hidden": hidden.float()} if wanted.has_hidden else {}
+        if wanted.top_k is not None:
+            top = [self._top(part, wanted) for part in hidden.split(size)]
+            logprobs, ids = (torch.cat(column) for column in zip(*top, strict=True))
+            others["logprobs"] = torch.cat([values.unsqueeze(-1), logprobs], -1)
+            others["ids"] = torch.cat([placed.targets.unsqueeze(-1), ids], -1)
+        return TokenResults(values, entropy, others)
+
+    def _score_by_class(self, hidden: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+        logprobs = torch.log_softmax(self._logits(hidden).float() / temperature, -1)
+        return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+    def _top(self, hidden: Tensor, wanted: OutputRequest) -> tuple[Tensor, Tensor]:
+        logprobs = torch.log_softmax(self._logits(hidden).float() / wanted.temperature, -1)
+        top = logprobs.topk(wanted.top_k or 0, dim=-1)
+        return top.values, top.indices
+
+
+_SHARED = 4
+"""Tokens of the prefix that two probe rows share."""
+
+
+def _probe_rows(vocab_size: int) -> list[IntArray]:
+    random = np.random.default_rng(0)
+    rows = [random.integers(0, vocab_size, size).astype(np.int32) for size in (11, 6, 11)]
+    rows[2][:_SHARED] = rows[0][:_SHARED]
+    return rows
+
+
+def _batch(rows: Sequence[IntArray]) -> Batch:
+    offsets = np.cumsum([0, *map(len, rows)])
+    keys = [RowKey("probe", index, 0) for index in range(len(rows))]
+    columns: Mapping[str, Any] = {"input_ids": Ragged(np.concatenate(rows), offsets)}
+    return Batch(keys, columns)
