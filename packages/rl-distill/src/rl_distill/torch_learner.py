@@ -255,7 +255,7 @@ class TorchLearner:
         """
         check_open(self._model)
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype)
-        shapes = state_shapes({name: tuple(main.shape) for name, main in self._mains.items()})
+        shapes = state_shapes({name: tuple(main.shape) for name, main in self._mains.items()}, self._source.config)
         states = {name: torch.empty(shape) for name, shape in shapes.items()}
         folder = TensorFolder(directory / STATE_FOLDER)
         folder.check(shapes)

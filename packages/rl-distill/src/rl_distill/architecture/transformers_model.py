@@ -120,9 +120,12 @@ def model_tied(text: str) -> dict[str, str]:
 
 def head_name(text: str) -> str:
     """Return the name of the output matrix in the folder."""
+    from rl_core.weights.model_views import folder_views
+
     model = meta_model(text)
     head = model.get_output_embeddings()
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+    name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+    return next(iter(folder_views(model, {name: head.weight})))
 
 
 def dimensions(text: str) -> dict[str, Any]:

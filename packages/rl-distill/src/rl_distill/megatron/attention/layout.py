@@ -98,10 +98,10 @@ class HeadIndex:
         """Return the indices of several heads from those of one."""
         head = torch.arange(num_heads, device=self.to_buckets.device)[:, None]
         is_padding = torch.zeros_like(self.to_buckets, dtype=torch.bool).index_fill_(0, self.padding, True)
+        sizes = [rows * length for rows, length in buckets]
+        of_buckets = (torch.split(x, sizes) for x in (self.to_buckets, is_padding))
         tokens, paddings = [], []
-        for (rows, length), token, padding in zip(
-            buckets, *(x.split([r * n for r, n in buckets]) for x in (self.to_buckets, is_padding)), strict=True
-        ):
+        for (rows, length), token, padding in zip(buckets, *of_buckets, strict=True):
             tokens.append((token.view(rows, 1, length) * num_heads + head).flatten())
             paddings.append(padding.view(rows, 1, length).expand(rows, num_heads, length).flatten())
         to_buckets, is_filled = torch.cat(tokens), torch.cat(paddings)
