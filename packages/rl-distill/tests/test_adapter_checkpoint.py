@@ -113,11 +113,12 @@ def test_a_checkpoint_goes_into_other_layouts_and_back(
 
 
 def test_it_has_the_adapter_and_its_moments_alone(saved: Path, tied_policy: Path):
-    shapes = adapter_shapes(parse_policy_config(read_policy_config(tied_policy)), LORA)
+    config = parse_policy_config(read_policy_config(tied_policy))
+    shapes = adapter_shapes(config, LORA)
     state, adapter = contents(saved), load_file(saved / "adapter" / "adapter_model.safetensors")
 
     assert sorted(path.name for path in saved.iterdir()) == ["adapter", "learner.json", "state"]
-    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == state_shapes(shapes)
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == state_shapes(shapes, config)
     assert all(bool(tensor.abs().sum() > 0) for tensor in state.values())
     assert_same({PEFT_PREFIX + name: state[f"weights/{name}"] for name in shapes}, adapter)
 

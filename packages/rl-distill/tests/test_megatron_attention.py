@@ -60,7 +60,7 @@ def random_qkv(num_tokens: int, dtype: torch.dtype = torch.float32) -> list[torc
 @pytest.mark.parametrize("matmul_length", [0, 6, 256], ids=["fused", "mixed", "matmul"])
 @pytest.mark.parametrize("slack", [0.0, 0.5])
 def test_packed_attention_equals_one_by_one(matmul_length: int, slack: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "_MATMUL_LENGTH", matmul_length)
+    monkeypatch.setattr(attention, "MATMUL_LENGTH", matmul_length)
     monkeypatch.setattr(layout_module, "_SLACK", slack)
     lengths = [5, 1, 12, 5, 7, 1, 9, 3]
     qkv = random_qkv(sum(lengths))

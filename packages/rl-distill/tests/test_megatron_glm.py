@@ -48,7 +48,8 @@ def test_a_bias_is_kept_to_the_bit(
         assert torch.equal(found[BIAS], stored[BIAS])
         assert {str(tensor.dtype) for name, tensor in found.items() if name != BIAS} == {f"torch.{dtype}"}
     shapes = TensorFolder(tmp_path / "saved" / STATE_FOLDER).shapes()
-    assert shapes.keys() == state_shapes(tensor_shapes(parse_policy_config(read_policy_config(policy)))).keys()
+    config = parse_policy_config(read_policy_config(policy))
+    assert shapes.keys() == state_shapes(tensor_shapes(config), config).keys()
     assert [name for name in shapes if name.endswith(BIAS)] == [f"weights/{BIAS}"]
     for kind in (MegatronLearner, TorchLearner):
         other = kind(read_policy_config(policy), options)  # random weights, biases of 0

@@ -62,17 +62,42 @@ def llama(**changes: Any) -> dict[str, Any]:
     return {**DENSE, "architectures": ["LlamaForCausalLM"], **changes}
 
 
-def test_an_unsupported_architecture_is_refused_with_those_that_are_not():
+def test_an_architecture_without_layers_of_ours_is_refused_if_they_must_compute_it():
     with pytest.raises(SettingsError) as caught:
-        parse_policy_config({**DENSE, "architectures": ["Gemma3ForCausalLM"]})
+        parse_policy_config({**DENSE, "architectures": ["Gemma3ForCausalLM"]}, backend="megatron")
 
     assert str(caught.value) == (
-        "architecture Gemma3ForCausalLM is not supported. Supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-        "Qwen2ForCausalLM, LlamaForCausalLM, Glm4MoeForCausalLM."
+        "architecture Gemma3ForCausalLM is not computed by our layers, which have Qwen3ForCausalLM, "
+        'Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, Glm4MoeForCausalLM. Set policy.backend = "auto".'
     )
-    for missing in ([], None):
-        with pytest.raises(SettingsError, match=r"architecture \(none\) is not supported"):
-            parse_policy_config({**DENSE, "architectures": missing})
+
+
+@pytest.mark.parametrize("architectures", [["MyOwnForCausalLM"], [], None])
+@pytest.mark.parametrize("model_type", ["my_own", None, 7])
+def test_a_model_that_transformers_does_not_know_is_refused(architectures: Any, model_type: Any):
+    with pytest.raises(SettingsError, match=r"model_type must be one of .*architectures.*own code is not run"):
+        parse_policy_config({**DENSE, "architectures": architectures, "model_type": model_type})
+
+
+def test_options_that_our_layers_lack_are_left_to_the_class():
+    config = {**llama(), "model_type": "llama"}
+
+    assert not parse_policy_config(config).model_json
+    for change in (
+        {"mlp_bias": True},
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    ):
+        found = parse_policy_config({**config, **change})
+        assert found.model_json
+        assert (found.num_layers, found.hidden_size, found.vocab_size) == (
+            config["num_hidden_layers"],
+            config["hidden_size"],
+            config["vocab_size"],
+        )
+        with pytest.raises(SettingsError):
+            parse_policy_config({**config, **change}, backend="megatron")
+    assert parse_policy_config(config, backend="transformers").model_json
 
 
 @pytest.mark.parametrize(
@@ -124,7 +149,7 @@ def test_other_rope_scalings():
     assert parse_policy_config(llama(rope_scaling=None, rope_theta=5e5)).rope_scaling is None
     for kind in ("yarn", "dynamic", "longrope"):
         with pytest.raises(SettingsError, match=f"rope_type '{kind}' is not supported.*default, linear, llama3"):
-            parse_policy_config(llama(rope_parameters={"rope_type": kind, "factor": 4.0}))
+            parse_policy_config(llama(rope_parameters={"rope_type": kind, "factor": 4.0}), backend="megatron")
     with pytest.raises(DataError, match="no field 'low_freq_factor'"):
         parse_policy_config(llama(rope_parameters={"rope_type": "llama3", "factor": 4.0}))
 
@@ -153,7 +178,7 @@ def test_a_rope_without_values_has_defaults():
     for rope in ({}, None):
         assert parse_policy_config(llama(rope_parameters=rope, rope_scaling=rope, rope_theta=None)).rope_base == 1e4
     with pytest.raises(SettingsError, match="rope_type '' is not supported"):
-        parse_policy_config(llama(rope_parameters={"rope_type": ""}))
+        parse_policy_config(llama(rope_parameters={"rope_type": ""}), backend="megatron")
 
 
 def test_layers_of_experts_are_those_that_transformers_makes():
@@ -203,7 +228,7 @@ def test_experts_are_counted_in_both_dialects():
 )
 def test_what_the_learners_do_not_do_is_refused_by_name(changes: dict[str, Any], message: str):
     with pytest.raises(SettingsError, match=message):
-        parse_policy_config({**MIXTURE, **changes})
+        parse_policy_config({**MIXTURE, **changes}, backend="megatron")
 
 
 @pytest.mark.parametrize(

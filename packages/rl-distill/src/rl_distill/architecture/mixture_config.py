@@ -77,7 +77,7 @@ def read_mixture(config: Mapping[str, Any], choice: ExpertChoice) -> MixtureConf
     layers = _mixture_layers(config, is_sigmoid=is_sigmoid)
     if not layers or config[name] == 0:
         return None
-    _refuse_router_losses(config, default_coef=0.0 if is_sigmoid else 0.001)
+    refuse_router_losses(config, default_coef=0.0 if is_sigmoid else 0.001)
     width = count(config, "moe_intermediate_size")
     mixture = MixtureConfig(
         num_experts=count(config, name),
@@ -162,8 +162,12 @@ def finite(value: Any) -> float:
     return number
 
 
-def _refuse_router_losses(config: Mapping[str, Any], *, default_coef: float) -> None:
-    """Refuse auxiliary losses, which would change the objective, and bias updates, which would break routing replay."""
+def refuse_router_losses(config: Mapping[str, Any], *, default_coef: float) -> None:
+    """Refuse auxiliary losses, which would change the objective, and bias updates, which would break routing replay.
+
+    Raises:
+        SettingsError: The file requests one of them.
+    """
     wanted = [name for name in _AUXILIARY if config.get(name)]
     # transformers adds the loss only if it outputs router logits; Qwen3's files set the coefficient without them.
     if config.get("output_router_logits") and config.get("router_aux_loss_coef", default_coef):

@@ -11,7 +11,14 @@ from typing import Any, Literal
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import preview, read_json_object
 from rl_core.record_fields import converts_arguments, settings_record
-from rl_distill.architecture.mixture_config import ExpertChoice, MixtureConfig, count, finite, read_mixture
+from rl_distill.architecture.mixture_config import (
+    ExpertChoice,
+    MixtureConfig,
+    count,
+    finite,
+    read_mixture,
+    refuse_router_losses,
+)
 from rl_distill.architecture.transformers_model import canonical_json, dimensions, model_tied
 
 ModelBackend = Literal["auto", "megatron", "transformers"]
@@ -212,7 +219,7 @@ def parse_policy_config(config: Mapping[str, Any], *, backend: ModelBackend = "a
     try:
         _refuse_unsupported(config, FAMILIES[architecture])
         return _policy_config(config, architecture)
-    except SettingsError:
+    except _OtherLayersError:
         if backend == "megatron":
             raise
         return _transformers_config(config, architecture)
@@ -224,8 +231,13 @@ def parse_policy_config(config: Mapping[str, Any], *, backend: ModelBackend = "a
         raise DataError(f"config.json has a field of the wrong type: {error}.") from error
 
 
+class _OtherLayersError(SettingsError):
+    """Our layers do not compute an option that transformers' class may compute."""
+
+
 def _transformers_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig:
     text = canonical_json(config)
+    refuse_router_losses(config, default_coef=0.0)
     return PolicyConfig(architecture=architecture, model_json=text, **dimensions(text))
 
 
@@ -300,7 +312,7 @@ def _rotary_dim(config: Mapping[str, Any], head_dim: int, default: float | None)
     factor = _positive(name, _first(_rope(config).get(name), config.get(name), default, 1))
     rotary_dim = int(head_dim * factor)
     if factor != 1 and default is None:
-        raise SettingsError(f"partial_rotary_factor must be 1.0 for this architecture; config.json has {factor}.")
+        raise _OtherLayersError(f"partial_rotary_factor must be 1.0 for this architecture; config.json has {factor}.")
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise DataError(
             f"partial_rotary_factor must rotate an even number of the {head_dim} channels of a head; found {factor}."
@@ -320,8 +332,8 @@ def _rope_scaling(rope: Mapping[str, Any]) -> LinearRopeScaling | Llama3RopeScal
             original_max_position_embeddings=count(rope, "original_max_position_embeddings"),
         )
     if kind != "default":
-        raise SettingsError(
-            f"rope_type {preview(kind)} is not supported by the learners. Supported: default, linear, llama3. "
+        raise _OtherLayersError(
+            f"rope_type {preview(kind)} is not supported by our layers. Supported: default, linear, llama3. "
             "To train on lengths that do not need scaling, remove it from config.json."
         )
     return None
@@ -339,4 +351,4 @@ def _refuse_unsupported(config: Mapping[str, Any], family: ModelFamily) -> None:
     }
     for name, (found, wanted) in expected.items():
         if found != wanted:
-            raise SettingsError(f"{name} must be {wanted!r} for the learners; config.json has {preview(found)}.")
+            raise _OtherLayersError(f"{name} must be {wanted!r} for the learners; config.json has {preview(found)}.")
