@@ -23,6 +23,10 @@ def check_layout(parallel: ParallelOptions, config: PolicyConfig) -> None:
         SettingsError: It does not; each line names a setting, its value and the possible values.
     """
     check_ranks(parallel)
+    if config.model_json:
+        if problems := list(_whole_problems(parallel, config)):
+            raise SettingsError("\n".join(problems))
+        return
     if problems := [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]:
         raise SettingsError("\n".join(problems))
 
@@ -51,6 +55,12 @@ def _learner_problems(
             "overlap_param_gather needs parallel.distributed_optimizer = true; found false. Without it, each rank "
             "updates all of its weights, and there is nothing to gather. Set it, or set overlap_param_gather = false."
         )
+    if config.model_json and options.recompute == "selective":
+        yield (
+            f'recompute = "selective" chooses among our layers\' modules; {config.architecture} is computed by '
+            'transformers\' class. Set recompute = "full" or "none".'
+        )
+        return
     num_mixtures = 0 if config.mixture is None else len(config.mixture.layers)
     layers = {"moe": num_mixtures, "mlp": config.num_layers - num_mixtures}
     for module in options.recompute_modules if options.recompute == "selective" else ():
@@ -62,6 +72,20 @@ def _learner_problems(
             f'kernels = "transformer_engine" does not support adapters; found lora.rank = {lora.rank}. Set kernels = '
             '"fused", or lora.rank = 0.'
         )
+
+
+def _whole_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterator[str]:
+    """Yield what divides a model, which only our layers can."""
+    for name in ("tensor", "pipeline", "context", "expert", "virtual_pipeline"):
+        size = getattr(parallel, name)
+        if size > 1:
+            yield (
+                f"{name} = {size} needs layers that ranks can divide; {config.architecture} is computed by "
+                f"transformers' class, whole on each rank. Set {name} = 1, and distributed_optimizer = true to divide "
+                "the optimizer's memory."
+            )
+    if parallel.expert_tensor not in (None, 1):
+        yield f"expert_tensor = {parallel.expert_tensor} needs layers that ranks can divide. Leave it at none."
 
 
 def _dense_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import NotReadyError, SettingsError, ShapeError
-from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.architecture.policy_config import ModelBackend, PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.checkpoints.checkpoint import PolicySource
 from rl_distill.options import LearnerOptions
 from rl_distill.prefixes import ROUTED_EXPERTS
@@ -19,12 +19,15 @@ from rl_distill.prefixes import ROUTED_EXPERTS
 ResourceT = TypeVar("ResourceT")
 
 
-def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = False) -> PolicySource:
+def open_policy(
+    policy: Path | str | Mapping[str, Any], *, is_critic: bool = False, backend: ModelBackend = "auto"
+) -> PolicySource:
     """Read a policy's configuration from a Hugging Face folder, or from config.json content for random weights.
 
     Args:
         policy: The folder, or the content of config.json.
         is_critic: Also accept a classifier with the same layers, such as a saved critic or a reward model.
+        backend: What computes the model; see `parse_policy_config`.
 
     Raises:
         DataError: There is no valid config.json.
@@ -37,7 +40,8 @@ def open_policy(policy: Path | str | Mapping[str, Any], *, is_critic: bool = Fal
     if is_critic:
         names = [str(name) for name in config_json.get("architectures") or []]
         config_json["architectures"] = [re.sub("For(Token|Sequence)Classification$", "ForCausalLM", n) for n in names]
-    return PolicySource(config_json=config_json, config=parse_policy_config(config_json), policy_dir=policy_dir)
+    config = parse_policy_config(config_json, backend=backend)
+    return PolicySource(config_json=config_json, config=config, policy_dir=policy_dir)
 
 
 def check_trainable(batch: Batch) -> None:

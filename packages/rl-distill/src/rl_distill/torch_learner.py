@@ -134,7 +134,7 @@ class TorchLearner:
             DataError: A file or tensor of the folder is missing or incomplete.
         """
         options.check()
-        self._source = open_policy(policy)
+        self._source = open_policy(policy, backend="megatron")
         dtype = DTYPES[options.dtype]
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)

@@ -69,10 +69,10 @@ def _advantage(settings: Settings) -> Iterator[str]:
             f"algorithm.advantage = {algorithm.advantage!r} compares the sessions of a prompt, so rollout.group_size "
             "must be at least 2; found 1."
         )
-    if algorithm.advantage == "gae" and settings.policy.backend != "megatron":
+    if algorithm.advantage == "gae" and settings.policy.backend == "torch":
         yield (
-            'algorithm.advantage = "gae" needs a critic, which only policy.backend = "megatron" supports; '
-            f"found {settings.policy.backend!r}."
+            'algorithm.advantage = "gae" needs a critic, which policy.backend = "torch" does not train. Set it to '
+            '"auto".'
         )
     if algorithm.advantage == NEEDS_GREEDY:
         yield (

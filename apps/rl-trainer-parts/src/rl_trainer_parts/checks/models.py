@@ -36,11 +36,8 @@ def lora_problems(settings: Settings) -> Iterator[str]:
                 f"lora.rank = 0 trains all weights; found adapter settings: {', '.join(unused)}. Set lora.rank, or "
                 "leave them out."
             )
-    elif settings.policy.backend != "megatron":
-        yield (
-            f'lora.rank = {lora.rank} needs policy.backend = "megatron"; found {settings.policy.backend!r}, which '
-            "trains all weights."
-        )
+    elif settings.policy.backend == "torch":
+        yield f'lora.rank = {lora.rank} needs policy.backend = "auto"; found "torch", which trains all weights.'
 
 
 def trainable_problems(settings: Settings) -> Iterator[str]:
@@ -54,7 +51,7 @@ def _problems(settings: Settings, folder: Path, setting: str, *, lora: LoraOptio
     if any(check_policy_folder(folder, setting=setting, needs_tokenizer=False)):
         return
     try:
-        config = model_config(folder)
+        config = model_config(folder, settings.policy.backend)
     except (SettingsError, DataError) as error:
         yield f"{setting}: {error}"
         return

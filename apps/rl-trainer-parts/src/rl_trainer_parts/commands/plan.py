@@ -56,7 +56,7 @@ def describe_plan(
     """
     lines = chain(
         _roles(settings, loop_lines, inline_engine, inline_rank),
-        _adapter(settings, model_config(settings.policy.path)) if settings.lora.rank else (),
+        _adapter(settings, model_config(settings.policy.path, settings.policy.backend)) if settings.lora.rank else (),
         _objective(settings),
         _arithmetic(settings, inputs),
         _memory(settings),
@@ -249,7 +249,7 @@ def _every(steps: int) -> str:
 def _sharing(settings: Settings) -> Iterator[str]:
     """Line about prompts that the learner computes once per group."""
     least, rollout = settings.optimizer.shared_prefix_tokens, settings.rollout
-    if least == 0 or settings.policy.backend != "megatron" or rollout.group_size == 1:
+    if least == 0 or settings.policy.backend == "torch" or rollout.group_size == 1:
         return
     prompt, longest = settings.prompts.max_tokens, longest_trajectory(settings)
     share = (rollout.group_size - 1) * prompt / (rollout.group_size * longest)
@@ -257,13 +257,13 @@ def _sharing(settings: Settings) -> Iterator[str]:
 
 
 def _memory(settings: Settings) -> Iterator[str]:
-    policy, rollout = model_config(settings.policy.path), settings.rollout
+    policy, rollout = model_config(settings.policy.path, settings.policy.backend), settings.rollout
     engine = count_parameters(policy).total * BYTES[settings.vllm.dtype]
     yield f"Memory, without activations, for {_parameters(policy)}"
     yield f"  learner    {_on_ranks(settings, policy, 'policy')} (weights, gradients, optimizer)"
     yield from _activations(settings, policy)
     if needs_critic(settings):
-        critic = model_config(settings.critic.path or settings.policy.path)
+        critic = model_config(settings.critic.path or settings.policy.path, settings.policy.backend)
         yield f"  critic     {_on_ranks(settings, critic, 'critic')}, like the learner, for {_parameters(critic)}"
     if settings.algorithm.kl_coefficient:
         shared = "none: it shares the learner's" if settings.lora.rank else _on_ranks(settings, policy, "frozen")
@@ -300,7 +300,7 @@ def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", 
 def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     """Additional activation memory of the layers on a GPU; with other kernels and dtypes it depends on the lengths."""
     learner = settings.optimizer
-    is_known = settings.policy.backend == "megatron" and learner.kernels != "plain" and learner.dtype == "bfloat16"
+    is_known = settings.policy.backend != "torch" and learner.kernels != "plain" and learner.dtype == "bfloat16"
     if is_known and not settings.lora.rank:
         kept = max(kept_activations(config, settings.parallel, learner))
         yield f"{INDENT}and {size_text(kept)} of activations on a GPU for full micro-batches"

@@ -1,20 +1,25 @@
 """A model's configuration; whether rollouts record each token's experts, and the learner of a mixture replays them."""
 
 from pathlib import Path
+from typing import Literal
 
 from rl_core.errors import RLError
 from rl_distill import PolicyConfig, parse_policy_config, read_policy_config
 from rl_trainer_parts.settings.schema import Settings
 
 
-def model_config(folder: Path) -> PolicyConfig:
+def model_config(folder: Path, backend: Literal["auto", "megatron", "transformers", "torch"] = "auto") -> PolicyConfig:
     """The configuration of a Hugging Face folder's model.
+
+    Args:
+        folder: The folder.
+        backend: What computes the model; "torch" trains the architectures of "megatron".
 
     Raises:
         DataError: The folder has none, or one of its fields cannot be used.
         SettingsError: The architecture is not supported.
     """
-    return parse_policy_config(read_policy_config(folder))
+    return parse_policy_config(read_policy_config(folder), backend="megatron" if backend == "torch" else backend)
 
 
 def expert_shape(settings: Settings) -> tuple[int, int] | None:
@@ -34,7 +39,7 @@ def routes_anew(settings: Settings) -> bool:
 
 def why_not_replayed(settings: Settings) -> str:
     """Why a mixture's learner does not replay the routing, by setting; "" if it does."""
-    if settings.policy.backend != "megatron":
+    if settings.policy.backend in ("torch", "transformers"):
         return f'policy.backend = "{settings.policy.backend}" cannot replay routing; "megatron" can'
     if settings.rollout.engine != "vllm":
         return f'rollout.engine = "{settings.rollout.engine}" does not report routing; "vllm" does'
@@ -43,7 +48,7 @@ def why_not_replayed(settings: Settings) -> str:
 
 def _mixture_shape(settings: Settings) -> tuple[int, int] | None:
     try:
-        config = model_config(settings.policy.path)
+        config = model_config(settings.policy.path, settings.policy.backend)
     except RLError:  # the checks report it
         return None
     return None if config.mixture is None else (config.num_layers, config.mixture.top_k)

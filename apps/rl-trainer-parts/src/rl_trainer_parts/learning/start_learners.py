@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_distill import adapter_size
+from rl_distill import ModelBackend, adapter_size
 from rl_distill.learners import Learners
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
@@ -39,19 +39,22 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         call_deadline_s=where.call_deadline_s,
     )
     try:
-        policy = MegatronLearner(settings.policy.path, settings.optimizer, ranks=ranks, lora=settings.lora)
+        backend: ModelBackend = settings.policy.backend
+        policy = MegatronLearner(
+            settings.policy.path, settings.optimizer, ranks=ranks, backend=backend, lora=settings.lora
+        )
         reference = critic = None
         if settings.algorithm.kl_coefficient:
             reference = (
                 policy.reference()  # the policy's own base, without its adapter
                 if settings.lora.rank
-                else MegatronReference(settings.policy.path, settings.optimizer, ranks=ranks)
+                else MegatronReference(settings.policy.path, settings.optimizer, ranks=ranks, backend=backend)
             )
         if needs_critic(settings):
             chosen = settings.critic
             rates = {name: getattr(chosen, name) for name in ("learning_rate", "warmup_steps", "clip_grad")}
             options = replace(settings.optimizer, decay_steps=None, **rates)
-            critic = MegatronCritic(chosen.path or settings.policy.path, options, ranks=ranks)
+            critic = MegatronCritic(chosen.path or settings.policy.path, options, ranks=ranks, backend=backend)
     except BaseException:
         ranks.close()
         raise
@@ -75,7 +78,7 @@ def describe_parameters(settings: Settings, num_parameters: int) -> str:
     """The policy's parameters, trained parameters and ranks, in words."""
     trained = ""
     if settings.lora.rank:
-        size = adapter_size(model_config(settings.policy.path), settings.lora)
+        size = adapter_size(model_config(settings.policy.path, settings.policy.backend), settings.lora)
         trained = f", trains {size:,} of an adapter"
     ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
     return f"{num_parameters:,} parameters{trained}{ranks}"

@@ -141,7 +141,7 @@ def shared_memory_bytes(settings: Settings) -> int:
         SettingsError: The policy's configuration is not supported.
         DataError: It cannot be read.
     """
-    lora, config = settings.lora, model_config(settings.policy.path)
+    lora, config = settings.lora, model_config(settings.policy.path, settings.policy.backend)
     is_adapter = bool(lora.rank) and lora.serving == "adapter"
     sent = adapter_size(config, lora) if is_adapter else count_parameters(config).total
     update = BYTES[settings.optimizer.dtype] * sent
@@ -176,7 +176,7 @@ def machine_problems(settings: Settings) -> Iterator[str]:
     if settings.cluster.ray_address is not None:
         return
     kernels, transport = settings.optimizer.kernels, settings.weights.transport
-    if settings.policy.backend == "megatron" and kernels in ("fused", "transformer_engine"):
+    if settings.policy.backend != "torch" and kernels in ("fused", "transformer_engine"):
         yield from _without_gpu("optimizer.kernels", kernels, instead="auto")
         if kernels == "transformer_engine" and find_spec("transformer_engine") is None:
             yield (

@@ -60,11 +60,13 @@ class PolicySettings:
 
     Attributes:
         path: Hugging Face folder with configuration, tokenizer and safetensors weights.
-        backend: What trains it: "megatron", or "torch" for the plain reference learner.
+        backend: What computes it in training: "megatron", layers that ranks can divide, for Qwen2, Qwen3, Llama and
+            GLM-4.5; "transformers", the model's own class, for every other architecture; "auto" the first of the two
+            that can. "torch" is the plain reference learner.
     """
 
     path: Path
-    backend: Literal["megatron", "torch"] = "megatron"
+    backend: Literal["auto", "megatron", "transformers", "torch"] = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,14 @@
 """Select the matrices that a LoRA adapter changes, from config.json and the [lora] options; without torch."""
 
 import math
+import re
 from fnmatch import fnmatchcase
 
 from rl_core.errors import SettingsError
 from rl_core.weights import LORA_A, LORA_B
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.tensor_shapes import Shape, tensor_shapes
+from rl_distill.architecture.transformers_model import linear_modules
 from rl_distill.options import LoraOptions
 
 ALL_LINEAR = "all-linear"
@@ -57,6 +59,8 @@ def adapter_size(config: PolicyConfig, options: LoraOptions) -> int:
 
 def _adaptable(config: PolicyConfig) -> dict[str, Shape]:
     """Return the matrices that an adapter can change: all in the layers, or in a mixture only those of attention."""
+    if config.model_json:
+        return linear_modules(config.model_json)
     parent = ".self_attn." if config.mixture is not None else "."
     return {
         name.removesuffix(_WEIGHT): shape
@@ -77,5 +81,5 @@ def _problem(pattern: str, config: PolicyConfig, matrices: dict[str, Shape]) -> 
     others = [name for name in tensors if _matches(name, pattern)]
     whose = "attention matrices of a mixture of experts" if config.mixture is not None else "matrices of the layers"
     why = f"{others[0]} cannot have an adapter; only {whose} can" if others else "it matches no matrix"
-    ends = sorted({name.split(".", 3)[3] for name in matrices})
+    ends = sorted({re.sub(r".*\.\d+\.", "", name) for name in matrices})
     return f"target_modules has {pattern!r}: {why}. Choose among {', '.join(ends)}, or {ALL_LINEAR!r}."

@@ -113,6 +113,25 @@ def untrained_names(text: str) -> frozenset[str]:
     return frozenset(folder_views(model, frozen))
 
 
+@lru_cache(maxsize=8)
+def linear_modules(text: str) -> dict[str, tuple[int, ...]]:
+    """Return the [out, in] shape of each matrix that an adapter can change, by the module's name.
+
+    These are the linear modules, without the head, whose matrix is a tensor of the folder with the module's name.
+    """
+    import torch
+
+    model, shapes = meta_model(text), model_shapes(text)
+    head = model.get_output_embeddings()
+    return {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and module is not head
+        and shapes.get(f"{name}.weight") == tuple(module.weight.shape)
+    }
+
+
 def model_tied(text: str) -> dict[str, str]:
     """Return the names of tied tensors, each mapped to the tensor whose values it shares."""
     return dict(getattr(meta_model(text), "all_tied_weights_keys", None) or {})

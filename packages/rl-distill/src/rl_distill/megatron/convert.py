@@ -181,7 +181,9 @@ def blocks_of(state: State, config: PolicyConfig, shard: Shard) -> list[TensorBl
     """
     if config.model_json:
         tensors = {name.removeprefix("inner."): tensor for name, tensor in state.items()}
-        views = folder_views(meta_model(config.model_json), tensors)
+        adapter = {f"{name}.weight": tensor for name, tensor in tensors.items() if _ADAPTER in name}
+        views = folder_views(meta_model(config.model_json), {n: t for n, t in tensors.items() if _ADAPTER not in n})
+        views |= adapter
         return [whole_block(name, view, is_primary=True) for name, view in views.items()]
     return [block for name, tensor in state.items() for block in _blocks(name, tensor, config, shard)]
 

@@ -14,7 +14,7 @@ from rl_core.errors import DataError, NotReadyError, SettingsError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import PEFT_PREFIX
 from rl_distill.architecture.lora_targets import adapter_size
-from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.policy_config import ModelBackend, PolicyConfig
 from rl_distill.checkpoints.checkpoint import critic_shapes
 from rl_distill.checkpoints.peft_folder import AdapterFolder
 from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch, Objective, StepResult, ValueLoss
@@ -40,6 +40,7 @@ class MegatronLearner(TrainedModel):
         *,
         ranks: LearnerRanks | None = None,
         name: str | None = None,
+        backend: ModelBackend = "auto",
         lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
     ) -> None:
         """Build the policy on every rank; see `RankedModel`.
@@ -49,10 +50,11 @@ class MegatronLearner(TrainedModel):
             options: Learner options.
             ranks: Ranks that hold the model; None to use this process alone.
             name: Name of the model on its ranks; None uses `kind`.
+            backend: What computes the model: our layers, or transformers' class.
             lora: Adapter that trains instead of the weights; rank 0 trains all weights.
         """
         self._lora = lora
-        super().__init__(policy, options, ranks=ranks, name=name)
+        super().__init__(policy, options, ranks=ranks, name=name, backend=backend)
         digest = None if lora.path is None or not lora.rank else AdapterFolder(lora.path).base_digest
         if digest is not None and digest[0] == options.dtype and digest[1] != self._base_digest:
             self.close()  # digests of another dtype cannot be compared

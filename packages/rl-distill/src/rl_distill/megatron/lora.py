@@ -47,7 +47,9 @@ def with_adapter(kind: type, names: Collection[str], options: LoraOptions) -> ty
 @contextlib.contextmanager
 def base_alone(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Disable the chunks' adapters inside the context."""
-    layers = [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, LoraColumn | LoraRow)]
+    layers = [
+        layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, LoraColumn | LoraRow | LoraLinear)
+    ]
     for layer in layers:
         layer.is_on = False
     try:
@@ -181,6 +183,42 @@ class LoraRow(RowParallelLinear):  # type: ignore[misc]
         b = self.lora_B[self._name].t()
         # Not in place, because Megatron's sum over ranks returns a view.
         return torch.addmm(output.flatten(0, -2), low.flatten(0, -2), b, alpha=self._lora.scaling).view_as(output), bias
+
+
+class LoraLinear(torch.nn.Module):
+    """A linear module of transformers' model with an adapter.
+
+    Attributes:
+        weight: [out, in], frozen.
+        bias: [out] or None, frozen.
+        lora_A: [rank, in].
+        lora_B: [out, rank].
+        is_on: False to compute without the adapter.
+    """
+
+    sequence_parallel = False
+
+    def __init__(self, base: torch.nn.Linear, lora: LoraOptions, *, config: Any) -> None:
+        """Take over a module's matrix; A and B are uninitialized.
+
+        Args:
+            base: The module.
+            lora: Options of the adapter.
+            config: Megatron's configuration of the policy.
+        """
+        super().__init__()
+        self.config, self.is_on, self._lora = config, True, lora
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_A = _parameter(self, (lora.rank, base.in_features), axis=None)
+        self.lora_B = _parameter(self, (base.out_features, lora.rank), axis=None)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Return the matrix's output plus the adapter's, [..., out]."""
+        output = F.linear(input_, self.weight, self.bias)
+        if not self.is_on:
+            return output
+        low = F.linear(_dropped(input_, self, is_part=False), self.lora_A)
+        return output + F.linear(low, self.lora_B) * self._lora.scaling
 
 
 class _Added(torch.autograd.Function):

@@ -17,6 +17,7 @@ from rl_core.record_fields import converts_arguments
 from rl_core.weights import WeightUpdate
 from rl_core.weights.broadcast import SenderOptions, join_offers
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_shapes
+from rl_distill.architecture.policy_config import ModelBackend
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.checkpoint import (
     STATE_FOLDER,
@@ -73,6 +74,7 @@ class RankedModel:
         *,
         ranks: LearnerRanks | None = None,
         name: str | None = None,
+        backend: ModelBackend = "auto",
     ) -> None:
         """Build the model on every rank.
 
@@ -81,6 +83,7 @@ class RankedModel:
             options: Learner options.
             ranks: Ranks that hold the model; None to use this process alone.
             name: Name of the model on its ranks; None uses `kind`.
+            backend: What computes the model: our layers, or transformers' class; see `parse_policy_config`.
 
         Raises:
             SettingsError: The architecture, a setting or the layout is not supported.
@@ -89,7 +92,7 @@ class RankedModel:
         """
         options.check()
         lora = self._lora
-        self._source = open_policy(policy, is_critic=self.head == "value")
+        self._source = open_policy(policy, is_critic=self.head == "value", backend=backend)
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config)
         if self.trains:

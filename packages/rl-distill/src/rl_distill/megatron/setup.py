@@ -82,7 +82,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
         with undisturbed_random_numbers(), warnings.catch_warnings(), device:
             warnings.simplefilter("ignore", DeprecationWarning)  # about Megatron's calls of its own functions
             model: Any = (
-                TransformersModel(plan.source.config, config, head=plan.head)
+                TransformersModel(plan.source.config, config, head=plan.head, lora=plan.lora)
                 if plan.source.config.model_json
                 else PolicyModel(
                     plan.source.config,

@@ -20,14 +20,17 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from rl_core.data import Batch, IntArray, Ragged, RowKey
 from rl_core.errors import SettingsError
+from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.transformers_model import build_model
 from rl_distill.megatron.attention.layout import PackedLayout
 from rl_distill.megatron.attention.packed import packed_attention, reordered, split_buckets
 from rl_distill.megatron.head import logits_at_once
+from rl_distill.megatron.lora import LoraLinear
 from rl_distill.megatron.model import Head, OutputRequest, R, TokenResults, TokenScoring
 from rl_distill.megatron.rank_batches import PlacedPack
 from rl_distill.objectives.vocabulary import VocabularyPart
+from rl_distill.options import LoraOptions
 
 PACKED = "rl_packed"
 """Name of our attention among transformers' implementations."""
@@ -158,13 +161,21 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         shares_prefixes: True if attention computes shared prefixes of rows once.
     """
 
-    def __init__(self, policy: PolicyConfig, config: Any, *, head: Head = "policy") -> None:
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        config: Any,
+        *,
+        head: Head = "policy",
+        lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
+    ) -> None:
         """Build the model; `settle` follows once its weights are loaded.
 
         Args:
             policy: The policy's configuration, with its `model_json`.
             config: Megatron's configuration of the policy.
             head: Output of the model.
+            lora: Options of the adapter; rank 0 for none.
         """
         torch.nn.Module.__init__(self)
         AttentionInterface.register(PACKED, _attention)
@@ -177,6 +188,10 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self.inner = build_model(policy.model_json, attn_implementation="eager", dtype=config.params_dtype)
         if config.recompute_granularity == "full":
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        for name in adapted_modules(policy, lora):
+            path, _, own = name.rpartition(".")
+            parent = self.inner.get_submodule(path)
+            setattr(parent, own, LoraLinear(getattr(parent, own), lora, config=config))
         self._pack = _Pack()
         for module in self.inner.modules():
             module.rl_pack = self._pack
