@@ -16,6 +16,7 @@ import torch
 import transformers
 from offered_weights import TwoRanks, held_by
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from rl_core.errors import EngineError, NotReadyError, WeightProofError, WeightsGoneError
 from rl_core.weights import (
@@ -27,6 +28,7 @@ from rl_core.weights import (
     digest_tensors,
 )
 from rl_core.weights.broadcast import BroadcastTransport, SenderOptions, join_offers, offer_from_rank
+from rl_core.weights.model_views import folder_views
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
@@ -195,11 +197,11 @@ def test_a_stale_expert_is_named(
     """The update writes one expert to a copy of the served tensor."""
     name, calls = "model.layers.1.mlp.experts.2.up_proj.weight", itertools.count()
 
-    def first_a_copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        apart = each_expert(tensors)
+    def first_a_copy(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        apart = folder_views(model, tensors)
         return apart if next(calls) else {**apart, name: apart[name].clone()}
 
-    monkeypatch.setattr("rl_rollout.engines.transformers_stepper.each_expert", first_a_copy)
+    monkeypatch.setattr("rl_rollout.engines.transformers_stepper.folder_views", first_a_copy)
     tensors = perturbed(load(mixture_dir), scale=0.05)
     update, receipt = asyncio.run(UpdateChecks().send(mixture_engine, tensors, version=1))
     with pytest.raises(WeightProofError, match="serves something else") as raised:
@@ -216,7 +218,9 @@ def test_joined_experts_are_known_one_by_one(mixture_dir: Path, tmp_path: Path) 
     save_file(apart, tmp_path / "m.safetensors")
     shutil.copy(mixture_dir / "config.json", tmp_path)
     assert tensor_shapes(tmp_path) == tensor_shapes(mixture_dir)
-    assert torch.equal(each_expert(load_file(tmp_path / "m.safetensors"))[names[1].format(2)], ups[2])
+    assert torch.equal(
+        each_expert(load_file(tmp_path / "m.safetensors"), model_type="qwen3_moe")[names[1].format(2)], ups[2]
+    )
 
 
 def test_the_reference_takes_all_tensors_and_no_other(mixture_dir: Path) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def folder_views(model: Any, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Return views of tensors by the names that a model's folder has.
+    """Return views of tensors by the names that `save_pretrained` gives them, whatever folder the model comes from.
 
     Args:
         model: A `PreTrainedModel` of the architecture, which may be on the meta device.
@@ -32,8 +32,14 @@ def folder_views(model: Any, tensors: "Mapping[str, torch.Tensor]") -> "dict[str
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return args[0] if func in (Tensor.contiguous, Tensor.clone) else func(*args, **(kwargs or {}))
 
-    with InPlace():
-        views: dict[str, Tensor] = revert_weight_conversion(model, {name: t.detach() for name, t in tensors.items()})
+    of_its_folder = model.__dict__.pop("_weight_conversions", None)
+    try:
+        with InPlace():
+            detached = {name: tensor.detach() for name, tensor in tensors.items()}
+            views: dict[str, Tensor] = revert_weight_conversion(model, detached)
+    finally:
+        if of_its_folder is not None:
+            model._weight_conversions = of_its_folder
     own = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
     computed = sorted(name for name, view in views.items() if view.untyped_storage()._cdata not in own)
     if computed:

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from rl_core.errors import EngineError
 from rl_core.weights import PassingChecksums, TokenScores, WeightReceipt, WeightUpdate, probe_tensor
 from rl_core.weights.broadcast import SourceGroups, WeightSources
+from rl_core.weights.model_views import folder_views
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure
@@ -25,7 +26,6 @@ from rl_rollout.engines.weight_checks import (
     check_adapter,
     check_first_weights,
     check_update,
-    each_expert,
     folder_probes,
     tensor_shapes,
     update_tensors,
@@ -179,7 +179,7 @@ class TransformersStepper:
 
     def _base(self) -> dict[str, torch.Tensor]:
         """Return the weights by the names that learners publish."""
-        return each_expert(base_tensors(self._model.state_dict()))
+        return folder_views(self._model, base_tensors(self._model.state_dict()))
 
     def _served_to(self, adapter: str | None) -> "_Served":
         return self._served if adapter is None else self._served_base

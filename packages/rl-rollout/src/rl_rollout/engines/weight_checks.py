@@ -121,7 +121,9 @@ def tensor_shapes(model_dir: Path) -> Shapes:
     files = sorted(model_dir.glob("*.safetensors"))
     headers = [read_safetensors_header(file, error=EngineError) for file in files]
     stored = {n: torch.empty(tensor.shape, device="meta") for header in headers for n, tensor in header.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in each_expert(stored).items()}
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in each_expert(stored, model_type=config.get("model_type")).items()
+    }
     return {name: shape for name, shape in shapes.items() if _layer(name) < num_layers}
 
 
@@ -131,11 +133,20 @@ def _layer(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def each_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors by the names that learners publish. Joined experts become one view per expert.
+SEPARATE_EXPERTS = ("qwen3_moe", "glm4_moe")
+"""Architectures whose folders may join a layer's experts, while learners publish each one."""
 
-    transformers 5 computes with [experts, 2 * ffn, hidden] `gate_up_proj` and [experts, hidden, ffn] `down_proj`.
+
+def each_expert(tensors: Mapping[str, torch.Tensor], *, model_type: object) -> dict[str, torch.Tensor]:
+    """Return a folder's tensors by the names that learners publish. Joined experts become one view per expert.
+
+    Args:
+        tensors: By the folder's names: [experts, 2 * ffn, hidden] `gate_up_proj` and [experts, hidden, ffn]
+            `down_proj`.
+        model_type: The architecture, from config.json.
     """
+    if model_type not in SEPARATE_EXPERTS:
+        return dict(tensors)
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, joined = name.rpartition(".experts.")
@@ -245,14 +256,15 @@ def folder_probes(model_dir: Path, shapes: Shapes) -> dict[str, FloatArray]:
     Returns:
         [out] float32 by Hugging Face name. A head that is tied, or missing, has the embedding's probe.
     """
-    probes: dict[str, FloatArray] = {}
+    config, probes = read_json_object(model_dir / "config.json", error=EngineError), dict[str, FloatArray]()
     for file in sorted(model_dir.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for stored in tensors.keys():  # noqa: SIM118 - not a mapping
-                for name, tensor in each_expert({stored: tensors.get_tensor(stored)}).items():
+                found = {stored: tensors.get_tensor(stored)}
+                for name, tensor in each_expert(found, model_type=config.get("model_type")).items():
                     if name in shapes:
                         probes[name] = probe_tensor(tensor)
-    is_tied = read_json_object(model_dir / "config.json", error=EngineError).get("tie_word_embeddings")
+    is_tied = config.get("tie_word_embeddings")
     if EMBEDDING in probes and (is_tied or HEAD not in probes):
         probes[HEAD] = probes[EMBEDDING]
     return probes

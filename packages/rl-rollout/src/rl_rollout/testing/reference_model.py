@@ -17,8 +17,9 @@ from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Canary
+from rl_core.weights.model_views import folder_views
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
-from rl_rollout.engines.weight_checks import each_expert, module_of
+from rl_rollout.engines.weight_checks import module_of
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 LINEAR_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -44,7 +45,7 @@ def reference_rows(
         model_dir, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )
     if tensors is not None:
-        live = each_expert(model.state_dict())
+        live = folder_views(model, model.state_dict())
         differing = (live.keys() ^ tensors.keys()) - TIED_HEAD.keys()
         assert not differing, f"{sorted(differing)} must be in both the model and the given tensors"
         for name, tensor in tensors.items():
