@@ -28,7 +28,7 @@ def canonical_json(config: Mapping[str, Any]) -> str:
 
 
 def read_config(text: str) -> Any:
-    """Return transformers' configuration of a `canonical_json`, without dropout, which would change logprobs.
+    """Return transformers' configuration of a `canonical_json`, without dropout and jitter, which would change logprobs.
 
     Raises:
         SettingsError: transformers has no class for it.
@@ -54,7 +54,8 @@ def read_config(text: str) -> Any:
             "the next token."
         )
     for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith(("pdrop", "layerdrop"))) and isinstance(value, int | float):
+        is_noise = any(word in name for word in ("dropout", "pdrop", "layerdrop", "jitter"))
+        if is_noise and isinstance(value, int | float):
             setattr(config, name, 0.0)
     return config
 
@@ -147,23 +148,30 @@ def head_name(text: str) -> str:
     return next(iter(folder_views(model, {name: head.weight})))
 
 
+@lru_cache(maxsize=8)
 def dimensions(text: str) -> dict[str, Any]:
-    """Return the fields of a `PolicyConfig` that are known for any model."""
+    """Return the fields of a `PolicyConfig` that are known for any model; those of attention are 1 without it."""
     config = read_config(text).get_text_config()
-    heads = int(config.num_attention_heads)
-    base = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    positions = getattr(config, "max_position_embeddings", None) or math.inf
+
+    def field(name: str, otherwise: Any) -> Any:
+        try:
+            return getattr(config, name, None) or otherwise
+        except Exception:  # a field that differs between layers
+            return otherwise
+
+    hidden_size, heads = int(config.hidden_size), int(field("num_attention_heads", 1))
+    widths = field("intermediate_size", 4 * hidden_size)
     return {
         "num_layers": int(config.num_hidden_layers),
-        "hidden_size": int(config.hidden_size),
-        "ffn_hidden_size": int(max(base) if isinstance(base, list | tuple) else base),
+        "hidden_size": hidden_size,
+        "ffn_hidden_size": int(max(widths) if isinstance(widths, list | tuple) else widths),
         "num_heads": heads,
-        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        "num_key_value_heads": int(field("num_key_value_heads", heads)),
+        "head_dim": int(field("head_dim", hidden_size // heads)),
         "vocab_size": int(config.vocab_size),
-        "max_position_embeddings": int(min(positions, 2**31 - 1)),
+        "max_position_embeddings": int(min(field("max_position_embeddings", math.inf), 2**31 - 1)),
         "is_tied": bool(config.tie_word_embeddings),
-        "initializer_range": float(getattr(config, "initializer_range", None) or 0.02),
+        "initializer_range": float(field("initializer_range", 0.02)),
         "norm_eps": 1e-6,
         "rope_base": 1e4,
     }

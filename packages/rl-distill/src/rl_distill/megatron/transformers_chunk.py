@@ -280,7 +280,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         """Return the class's logprobs [T] of a row's tokens, 0 at the first; a critic's values."""
         ids = torch.from_numpy(row.astype(np.int64)).to(self._device)
         if self.value_head is not None:
-            hidden = self.inner.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+            hidden = self._layers(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
             found = self.value_head(hidden).flatten()
         else:
             logits = self.inner(input_ids=ids[None], use_cache=False).logits[0, :-1]
@@ -291,6 +291,11 @@ class TransformersModel(TokenScoring, torch.nn.Module):
     def _device(self) -> torch.device:
         device: torch.device = self._input.device
         return device
+
+    @property
+    def _layers(self) -> Any:
+        """The model without its head."""
+        return self.inner.get_decoder() if self.inner.base_model is self.inner else self.inner.base_model
 
     @property
     def _input(self) -> torch.nn.Parameter:
@@ -327,7 +332,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
 
     def _base(self, ids: Tensor, **others: Tensor) -> Tensor:
         """Return [rows, T, H] last hidden states of the layers."""
-        found = self.inner.base_model(input_ids=ids, use_cache=False, **others)
+        found = self._layers(input_ids=ids, use_cache=False, **others)
         hidden: Tensor = found.last_hidden_state
         self._answer = replace(found, last_hidden_state=None)
         return hidden
@@ -336,7 +341,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [M, V] of hidden states [M, H] by the class's own forward, without its layers."""
-        base = self.inner.base_model
+        base = self._layers
         base.forward = lambda *_, **__: replace(self._answer, last_hidden_state=hidden[None])
         try:
             logits: Tensor = self.inner(inputs_embeds=hidden[None], use_cache=False).logits[0]
@@ -346,6 +351,8 @@ class TransformersModel(TokenScoring, torch.nn.Module):
 
     def _find_head_scale(self) -> float | None:
         """Return c if logits are c times hidden states times the output matrix; None if the head does more."""
+        if getattr(self.inner.get_output_embeddings(), "bias", None) is not None:
+            return None
         self._base(torch.zeros(1, 4, dtype=torch.int64, device=self._device))  # whose answer `_logits` fills
         weight = self._output
         hidden = (
