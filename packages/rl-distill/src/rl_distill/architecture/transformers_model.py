@@ -28,7 +28,7 @@ def canonical_json(config: Mapping[str, Any]) -> str:
 
 
 def read_config(text: str) -> Any:
-    """Return transformers' configuration of a `canonical_json`, without dropout and jitter, which would change logprobs.
+    """Return transformers' configuration of a `canonical_json`, without dropout, which would change logprobs.
 
     Raises:
         SettingsError: transformers has no class for it.
@@ -54,8 +54,7 @@ def read_config(text: str) -> Any:
             "the next token."
         )
     for name, value in config.to_dict().items():
-        is_noise = any(word in name for word in ("dropout", "pdrop", "layerdrop", "jitter"))
-        if is_noise and isinstance(value, int | float):
+        if ("dropout" in name or name.endswith(("pdrop", "layerdrop"))) and isinstance(value, int | float):
             setattr(config, name, 0.0)
     return config
 

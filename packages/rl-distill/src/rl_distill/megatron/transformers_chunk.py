@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_core.data import Batch, IntArray, Ragged, RowKey
 from rl_core.errors import SettingsError
@@ -208,6 +209,15 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self.is_packed = self.shares_prefixes = False
         self._head_scale: float | None = 1.0
         self._answer: Any = None
+
+    def train(self, mode: bool = True) -> "TransformersModel":
+        """Set the mode of the adapters and of recomputation; the class computes as in evaluation, without randomness."""
+        super().train(False)
+        self.training = mode
+        for module in self.inner.modules():
+            if isinstance(module, GradientCheckpointingLayer | LoraLinear):
+                module.training = mode
+        return self
 
     def set_input_tensor(self, _: Any) -> None:
         """Do nothing: there is one pipeline stage."""
