@@ -116,6 +116,22 @@ def test_a_server_without_descriptors_turns_clients_away_and_goes_on(queue):
     other.close()
 
 
+def test_clients_leave_descriptors_for_slots(queue):
+    queue.issue(make_prompts(1), num_sessions=1)
+    resource.prlimit(queue.server_pid, resource.RLIMIT_NOFILE, (24, 24))
+    streams = []
+    for _ in range(40):
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stream.settimeout(20)
+        stream.connect(str(Path(queue.address) / "socket"))
+        streams.append(stream)
+    assert streams[-1].recv(1) == b""  # turned away
+    queue.put("p0", 0, [make_trajectory("p0", 0, num_response_tokens=40_000)])  # needs a slot
+    assert queue.stats()["groups/settled"] == 1
+    for stream in streams:
+        stream.close()
+
+
 def test_a_client_that_reads_no_answers_delays_nobody(queue):
     queue.issue(make_prompts(2_000), num_sessions=1)
     with connection_of(queue) as stream:

@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import resource
 import selectors
 import shutil
 import socket
@@ -36,6 +37,8 @@ from rl_core.queue.shared_memory.slots import SlotPool
 
 SOCKET = "socket"
 READ_BYTES = 1 << 18
+SPARE_DESCRIPTORS = 8
+"""Descriptors that connections leave for segments and the journal."""
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -57,6 +60,16 @@ class _ClientConnection:
         self.undelivered = reply.lease_id if isinstance(reply, Leased) else None
         self.unsent.append(encode_frame(reply))
         self._answered(self)
+
+
+def _is_welcome(stream: socket.socket) -> bool:
+    """Return False for another user's process, and if few descriptors are left."""
+    if hasattr(socket, "SO_PEERCRED"):
+        _, user, _ = CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if user not in (os.getuid(), 0):
+            return False
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return stream.fileno() < limit - SPARE_DESCRIPTORS  # the system gives the smallest free number
 
 
 class QueueServer:
@@ -92,7 +105,6 @@ class QueueServer:
         self._listener.bind(str(path))
         self._listener.listen(128)
         self._listener.setblocking(False)
-        self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._waker, self._alarm = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
         self._selector.register(self._waker, selectors.EVENT_READ, lambda _: self._finish())
@@ -126,25 +138,14 @@ class QueueServer:
         try:
             stream, _ = self._listener.accept()
         except OSError:
-            self._turn_away()
             return
-        if hasattr(socket, "SO_PEERCRED"):
-            _, user, _ = CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
-            if user not in (os.getuid(), 0):
-                stream.close()
-                return
+        if not _is_welcome(stream):
+            stream.close()
+            return
         stream.setblocking(False)
         connection = _ClientConnection(stream, self._answered.append)
         self._connections.add(connection)
         self._selector.register(stream, selectors.EVENT_READ, partial(self._attend, connection))
-
-    def _turn_away(self) -> None:
-        """Close a connection for which no descriptor is left; otherwise it would wake the loop forever."""
-        self._spare.close()
-        with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
-        with contextlib.suppress(OSError):
-            self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def _attend(self, connection: _ClientConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -235,7 +236,7 @@ class QueueServer:
                 connection.stream.settimeout(1.0)
                 connection.stream.sendall(b"".join(connection.unsent))
             connection.stream.close()
-        for stream in (self._listener, self._spare, self._waker, self._alarm):
+        for stream in (self._listener, self._waker, self._alarm):
             stream.close()
         self._selector.close()
         if self._is_over:
