@@ -195,7 +195,8 @@ def chaos_sync(run: TinyRun, undisturbed: TinyRun, seed: int, *, num_faults: int
             len_at_start = len(seen())
             words = ["--resume"] if (run.run_folder / "settings.toml").exists() else []
             placement = chaos.draw.choice(["inline", "process"])
-            settings = run.train_words(*words, trainer__checkpoint_every=1, rollout__placement=placement)
+            restarts = {"replicas__restarts": num_faults} if placement == "process" else {}  # all may hit the engine
+            settings = run.train_words(*words, trainer__checkpoint_every=1, rollout__placement=placement, **restarts)
             output = run.folder / f"output-{len(list(run.folder.glob('output-*.txt')))}.txt"
             return TrainProcess(settings, output=output, environment=environment, module="chaos_driver")
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from queue_conformance import QueueConformance
 
-from rl_core import Batch, RowKey, TaskSpec
+from rl_core import Batch, QueueOptions, RowKey, TaskSpec
 from rl_core.data.columns import ColumnSpec, declare_column
-from rl_core.queue.messages import Hello, LeaseRequest, encode_frame
+from rl_core.queue.messages import Hello, LeaseRequest, StateQuery, encode_frame
 from rl_core.queue.shared_memory import queue as shared_memory
 from rl_core.queue.shared_memory.queue import SharedMemoryQueue
 from rl_core.queue.shared_memory.server import QueueServer
@@ -114,6 +114,45 @@ def test_a_server_without_descriptors_turns_clients_away_and_goes_on(queue):
     other = SharedMemoryQueue.connect(queue.address)
     assert [entry.prompt_uid for entry in other.ledger()] == ["p0"]
     other.close()
+
+
+def test_clients_leave_descriptors_for_slots(queue):
+    queue.issue(make_prompts(1), num_sessions=1)
+    resource.prlimit(queue.server_pid, resource.RLIMIT_NOFILE, (24, 24))
+    streams = []
+    for _ in range(40):
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stream.settimeout(20)
+        stream.connect(str(Path(queue.address) / "socket"))
+        streams.append(stream)
+    assert streams[-1].recv(1) == b""  # turned away
+    queue.put("p0", 0, [make_trajectory("p0", 0, num_response_tokens=40_000)])  # needs a slot
+    assert queue.stats()["groups/settled"] == 1
+    for stream in streams:
+        stream.close()
+
+
+def test_a_client_that_reads_no_answers_delays_nobody(queue):
+    queue.issue(make_prompts(2_000), num_sessions=1)
+    with connection_of(queue) as stream:
+        stream.sendall(encode_frame(StateQuery("ledger")) * 20)
+        assert queue.stats()["groups/issued"] == 2_000
+        queue.close()
+    assert queue._server._process.returncode == 0  # it did not have to be killed
+
+
+@pytest.mark.parametrize("error", [OSError("broken"), KeyError("broken")])
+def test_an_unexpected_error_ends_the_server(tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    server = QueueServer(tmp_path / "queue", [TRAIN], QueueOptions())
+    monkeypatch.setattr(server.service, "submit", fail)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        stream.connect(str(tmp_path / "queue" / "socket"))
+        stream.sendall(encode_frame(Hello("client")) + encode_frame(ASK_FOR_ONE))
+        with pytest.raises(type(error), match="broken"):
+            server.serve()
 
 
 def test_own_columns_can_be_needed_and_reach_another_process(queue):

@@ -5,14 +5,15 @@
 
 import contextlib
 import os
+import resource
 import selectors
 import shutil
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -36,6 +37,8 @@ from rl_core.queue.shared_memory.slots import SlotPool
 
 SOCKET = "socket"
 READ_BYTES = 1 << 18
+SPARE_DESCRIPTORS = 8
+"""Descriptors that connections leave for segments and the journal."""
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -57,6 +60,16 @@ class _ClientConnection:
         self.undelivered = reply.lease_id if isinstance(reply, Leased) else None
         self.unsent.append(encode_frame(reply))
         self._answered(self)
+
+
+def _is_welcome(stream: socket.socket) -> bool:
+    """Return False for another user's process, and if few descriptors are left."""
+    if hasattr(socket, "SO_PEERCRED"):
+        _, user, _ = CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        if user not in (os.getuid(), 0):
+            return False
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return stream.fileno() < limit - SPARE_DESCRIPTORS  # the system gives the smallest free number
 
 
 class QueueServer:
@@ -83,9 +96,8 @@ class QueueServer:
         self.service = QueueService(
             tasks, options, clock=clock, make_store=lambda: SlotPool(self.slots), is_pinning=True
         )
-        self._connections: dict[socket.socket, _ClientConnection] = {}
-        self._clients: dict[str, int] = {}
-        self._answered: dict[int, _ClientConnection] = {}
+        self._connections: set[_ClientConnection] = set()
+        self._answered: list[_ClientConnection] = []
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = folder / SOCKET
@@ -93,30 +105,24 @@ class QueueServer:
         self._listener.bind(str(path))
         self._listener.listen(128)
         self._listener.setblocking(False)
-        self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._waker, self._alarm = socket.socketpair()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._waker, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
+        self._selector.register(self._waker, selectors.EVENT_READ, lambda _: self._finish())
         self._is_ending = False
         self._is_over = not self._has_journal  # otherwise another server may reuse the folder
 
     def serve(self, *, owner: socket.socket | None = None) -> None:
         """Answer clients until `stop`, or until the owner closes its end of this socket."""
         if owner is not None:
-            self._selector.register(owner, selectors.EVENT_READ)
+            self._selector.register(owner, selectors.EVENT_READ, lambda _: self._finish(is_over=True))
         try:
             while not self._is_ending:
                 for key, events in self._selector.select(max(self.service.next_wake_s(), 0.0)):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj is owner or key.fileobj is self._waker:
-                        self._is_ending, self._is_over = True, self._is_over or key.fileobj is owner
-                    else:
-                        self._attend(self._connections[key.fileobj], events)  # type: ignore[index]
+                    key.data(events)
                 self.service.run()
-                answered, self._answered = self._answered, {}
-                for connection in answered.values():
+                for connection in self._answered:
                     self._flush(connection)
+                self._answered.clear()
         finally:
             self._end()
 
@@ -125,76 +131,62 @@ class QueueServer:
         with contextlib.suppress(OSError):
             self._alarm.send(b"\0")
 
+    def _finish(self, *, is_over: bool = False) -> None:
+        self._is_ending, self._is_over = True, self._is_over or is_over
+
     def _accept(self) -> None:
         try:
             stream, _ = self._listener.accept()
         except OSError:
-            self._turn_away()
             return
-        if hasattr(socket, "SO_PEERCRED"):
-            _, user, _ = CREDENTIALS.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
-            if user not in (os.getuid(), 0):
-                stream.close()
-                return
+        if not _is_welcome(stream):
+            stream.close()
+            return
         stream.setblocking(False)
-        self._connections[stream] = _ClientConnection(stream, lambda c: self._answered.__setitem__(id(c), c))
-        self._selector.register(stream, selectors.EVENT_READ)
-
-    def _turn_away(self) -> None:
-        """Close a connection for which no descriptor is left; otherwise it would wake the loop forever."""
-        self._spare.close()
-        with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
-        with contextlib.suppress(OSError):
-            self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = _ClientConnection(stream, self._answered.append)
+        self._connections.add(connection)
+        self._selector.register(stream, selectors.EVENT_READ, partial(self._attend, connection))
 
     def _attend(self, connection: _ClientConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
-            self._answered[id(connection)] = connection
+            self._answered.append(connection)
         if events & selectors.EVENT_READ:
             self._receive(connection)
 
     def _receive(self, connection: _ClientConnection) -> None:
         try:
-            while True:
-                chunk = connection.stream.recv(READ_BYTES)
-                if not chunk:
-                    self._drop(connection)
-                    return
-                connection.received += chunk
-                if len(chunk) < READ_BYTES:
-                    break
+            chunk = connection.stream.recv(READ_BYTES)
         except BlockingIOError:
-            pass
-        except OSError:
-            self._drop(connection)
             return
-        self._take_frames(connection)
+        except OSError:
+            chunk = b""
+        connection.received += chunk
+        if not chunk or not self._take_frames(connection):
+            self._drop(connection)
 
-    def _take_frames(self, connection: _ClientConnection) -> None:
-        received, place = connection.received, 0
-        while len(received) - place >= FRAME.size:
-            (size,) = FRAME.unpack_from(received, place)
-            end = place + FRAME.size + size
+    def _take_frames(self, connection: _ClientConnection) -> bool:
+        """Take all complete requests; return False if a frame is too large."""
+        received = connection.received
+        while len(received) >= FRAME.size:
+            (size,) = FRAME.unpack_from(received)
             if size > MAX_FRAME_BYTES:
-                self._drop(connection)
-                return
+                return False
+            end = FRAME.size + size
             if len(received) < end:
                 break
-            try:
-                message = decode_request(memoryview(received)[place + FRAME.size : end])
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                connection.reply(Refused("DataError", f"a request cannot be decoded: {error}."))
-            else:
-                self._take(connection, message)
-            place = end
-        del received[:place]
+            self._take(connection, received[FRAME.size : end])
+            del received[:end]
+        return True
 
-    def _take(self, connection: _ClientConnection, message: Any) -> None:
+    def _take(self, connection: _ClientConnection, frame: bytearray) -> None:
         connection.undelivered = None  # a client sends the next request only after receiving the answer
+        try:
+            message = decode_request(frame)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            connection.reply(Refused("DataError", f"a request cannot be decoded: {error}."))
+            return
         if isinstance(message, Hello) and connection.client is None:
             connection.client = message.client
-            self._clients[message.client] = self._clients.get(message.client, 0) + 1
             connection.reply(
                 Done([msgspec.to_builtins(list(self._tasks)), str(self.slots), self._has_journal, os.getpid()])
             )
@@ -224,30 +216,27 @@ class QueueServer:
         if connection.is_behind != (sent < len(data)):
             connection.is_behind = not connection.is_behind
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_behind else 0)
-            self._selector.modify(connection.stream, events)
+            self._selector.modify(connection.stream, events, partial(self._attend, connection))
 
     def _drop(self, connection: _ClientConnection) -> None:
         connection.is_open = False
         self._selector.unregister(connection.stream)
-        del self._connections[connection.stream]
+        self._connections.remove(connection)
         connection.stream.close()
         self.service.withdraw(connection.reply, connection.undelivered)
         client = connection.client
-        if client is not None:
-            self._clients[client] -= 1
-            if not self._clients[client]:
-                del self._clients[client]
-                self.service.disconnect(client)
+        if client is not None and all(other.client != client for other in self._connections):
+            self.service.disconnect(client)
 
     def _end(self) -> None:
         self.service.close()
-        for connection in list(self._connections.values()):
+        for connection in self._connections:
             connection.stream.setblocking(True)
             with contextlib.suppress(OSError):
                 connection.stream.settimeout(1.0)
                 connection.stream.sendall(b"".join(connection.unsent))
             connection.stream.close()
-        for stream in (self._listener, self._spare, self._waker, self._alarm):
+        for stream in (self._listener, self._waker, self._alarm):
             stream.close()
         self._selector.close()
         if self._is_over:
