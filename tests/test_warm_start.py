@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,12 @@ def test_every_module_that_is_named_exists() -> None:
     """A missing module would be skipped silently, and each process would start slowly."""
     ours = (*warm_start.PRELOADED, *(name for name in warm_start.MODULES if "." in name))
     assert [name for name in ours if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("sent", [b"", (100).to_bytes(8, "big"), (100).to_bytes(8, "big") + b"{"])
+def test_the_server_ends_with_a_caller_that_is_killed_in_the_middle_of_a_request(sent: bytes) -> None:
+    server = warm_start._start()
+    process = warm_start._processes.pop()
+    server._connection.sendall(sent)
+    server._connection.shutdown(socket.SHUT_RDWR)
+    assert process.wait(60) == 0

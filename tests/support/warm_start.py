@@ -257,7 +257,10 @@ def _next_child(connection: socket.socket, libc: ctypes.PyDLL) -> Request:
             os._exit(0)  # the caller has ended
         content = b""
         while len(content) < int.from_bytes(header, "big"):
-            content += connection.recv(1 << 20)
+            part = connection.recv(1 << 20)
+            if not part:
+                os._exit(0)  # it has ended in the middle of a request
+            content += part
         pid = _fork_sibling(libc)
         if pid == 0:
             return Request(**json.loads(content), received=received)
