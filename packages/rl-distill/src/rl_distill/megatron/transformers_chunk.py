@@ -211,7 +211,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self._answer: Any = None
 
     def train(self, mode: bool = True) -> "TransformersModel":
-        """Set the mode of the adapters and of recomputation; the class computes as in evaluation, without randomness."""
+        """Set the mode of adapters and recomputation; the class computes as in evaluation, without randomness."""
         super().train(False)
         self.training = mode
         for module in self.inner.modules():

@@ -95,6 +95,8 @@ class TransformersStepper:
             max_lora_rank=options.max_lora_rank,
         )
         probes = folder_probes(model_dir, tensor_shapes(model_dir))
+        tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
+        probes |= {name: probes[source] for name, source in tied.items() if source in probes}
         live = {name: probe_tensor(tensor) for name, tensor in self._base().items()}
         check_first_weights(probes, live, model_dir=model_dir, dtype=options.dtype)
 
