@@ -27,7 +27,7 @@ from rl_rollout.engines.transformers import TransformersEngine
 OPTIONS = LearnerOptions(
     learning_rate=1e-3, micro_batch_tokens=18, shared_prefix_tokens=4, weight_decay=0.0, num_threads=1
 )
-UNPACKED = ("bloom", "gptj", "qwen3-next", "qwen3.5", "lfm2", "falcon-h1", "granite-hybrid", "mamba")
+UNPACKED = ("bloom", "falcon", "gptj", "qwen3-next", "qwen3.5", "lfm2", "falcon-h1", "granite-hybrid", "mamba")
 """Families whose rows are padded: their layers keep a state, or do not use a replaceable attention."""
 
 families = pytest.mark.parametrize(
