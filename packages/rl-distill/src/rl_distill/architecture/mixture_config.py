@@ -12,7 +12,7 @@ ExpertChoice = Literal["softmax", "sigmoid"]
 """How a router scores experts: softmax (Qwen3-MoE) or sigmoid (GLM)."""
 
 MAX_COUNT = 1 << 26
-MAX_COUNTS = {"num_hidden_layers": 4096, "max_position_embeddings": 1 << 40}
+MAX_COUNTS = {"num_hidden_layers": 4096, "n_layer": 4096, "max_position_embeddings": 1 << 40}
 MAX_EXPERTS = 1 << 18
 """Maximum number of experts in all layers. Bounds the table of names, which is built before tensors are looked up."""
 

@@ -59,6 +59,13 @@ FAMILIES = {
 _LATER = ("attention_bias", "use_qk_norm", "rotary_dim", "shared_ffn_hidden_size", "sigmoid", "model_json")
 """Fields that the digest omits when empty, so that it still matches older checkpoints."""
 
+BOUNDED_FIELDS = frozenset(
+    {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
+    | {"vocab_size", "max_position_embeddings", "n_layer", "n_embd", "n_head", "num_experts", "num_local_experts"}
+    | {"n_routed_experts", "moe_intermediate_size"}
+)
+"""Fields whose size bounds the time to build a class's model."""
+
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 """Architectures with layers that ranks can divide. All others are computed by transformers' classes."""
 
@@ -214,15 +221,15 @@ def parse_policy_config(config: Mapping[str, Any], *, backend: ModelBackend = "a
             f"architecture {architecture if is_name else preview(architecture)} is not computed by our layers, which "
             f'have {", ".join(SUPPORTED_ARCHITECTURES)}. Set policy.backend = "auto".'
         )
-    if backend == "transformers" or architecture not in FAMILIES:
-        return _transformers_config(config, str(architecture) if is_name else "(none)")
     try:
+        if backend == "transformers" or not is_name or architecture not in FAMILIES:
+            return _transformers_config(config, str(architecture) if is_name else "(none)")
         _refuse_unsupported(config, FAMILIES[architecture])
         return _policy_config(config, architecture)
     except _OtherLayersError:
         if backend == "megatron":
             raise
-        return _transformers_config(config, architecture)
+        return _transformers_config(config, str(architecture))
     except RLError:
         raise
     except KeyError as error:
@@ -237,6 +244,9 @@ class _OtherLayersError(SettingsError):
 
 def _transformers_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig:
     text = canonical_json(config)
+    for name in BOUNDED_FIELDS & config.keys():
+        if type(config[name]) is int and config[name] != 0:
+            count(config, name)
     refuse_router_losses(config, default_coef=0.0)
     return PolicyConfig(architecture=architecture, model_json=text, **dimensions(text))
 
