@@ -267,10 +267,13 @@ def test_bfloat16_learns_with_float32_masters(tied_policy: Path, make_batch: Mak
 def test_unsupported_policies_are_refused_by_name(tied_policy: Path, tmp_path: Path):
     config = TorchLearner(tied_policy, OPTIONS)._source.config_json
 
-    with pytest.raises(SettingsError, match=r"GPT2LMHeadModel is not supported. Supported: Qwen3ForCausalLM, Qwen3Moe"):
-        MegatronLearner({**config, "architectures": ["GPT2LMHeadModel"]}, OPTIONS)
+    with pytest.raises(
+        SettingsError, match=r"GPT2LMHeadModel is not computed by our layers, which have Qwen3ForCausal"
+    ):
+        MegatronLearner({**config, "architectures": ["GPT2LMHeadModel"]}, OPTIONS, backend="megatron")
     with pytest.raises(SettingsError, match=r"rope_type .yarn. is not supported"):
-        MegatronLearner({**config, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, OPTIONS)
+        yarn = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
+        MegatronLearner({**config, **yarn}, OPTIONS, backend="megatron")
     with pytest.raises(DataError, match=r"config\.json does not exist"):
         MegatronLearner(tmp_path, OPTIONS)
     with pytest.raises(SettingsError, match="dtype of LearnerOptions must be one of"):

@@ -27,7 +27,7 @@ from rl_distill.parallel_layout import check_learner
 
 OPTIONS = LearnerOptions(learning_rate=1e-3, kernels="transformer_engine")
 IS_INSTALLED = find_spec("transformer_engine") is not None
-POLICY: Any = SimpleNamespace(mixture=None, num_layers=2)
+POLICY: Any = SimpleNamespace(mixture=None, num_layers=2, model_json="")
 """Placeholder with the two facts that the checks of a learner read."""
 
 

@@ -7,7 +7,7 @@ the options cheaply.
 
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_size
 from rl_distill.architecture.memory import kept_activations, rank_memory
-from rl_distill.architecture.policy_config import ModelBackend, PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import count_parameters, forward_flops
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_layout, check_learner, check_ranks, teacher_layout
@@ -15,7 +15,6 @@ from rl_distill.parallel_layout import check_layout, check_learner, check_ranks,
 __all__ = [
     "LearnerOptions",
     "LoraOptions",
-    "ModelBackend",
     "ParallelOptions",
     "PolicyConfig",
     "adapted_modules",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
-from rl_distill import ModelBackend, adapter_size
+from rl_distill import adapter_size
 from rl_distill.learners import Learners
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
@@ -39,7 +39,7 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         call_deadline_s=where.call_deadline_s,
     )
     try:
-        backend: ModelBackend = settings.policy.backend
+        backend = settings.policy.backend
         policy = MegatronLearner(
             settings.policy.path, settings.optimizer, ranks=ranks, backend=backend, lora=settings.lora
         )
