@@ -143,8 +143,10 @@ class FakeModel:
     num_parameters = 1000
     tied: Mapping[str, str] = {}
 
-    def __init__(self, folder: Any, options: Any, *, ranks: Any = None, lora: Any = None) -> None:
-        self.trace.add(self.kind, Path(folder).name, options, lora=lora)
+    def __init__(
+        self, folder: Any, options: Any, *, ranks: Any = None, backend: str = "auto", lora: Any = None
+    ) -> None:
+        self.trace.add(self.kind, Path(folder).name, options, backend, lora=lora)
         self.step = 0
 
     def reference(self) -> "FakeModel":

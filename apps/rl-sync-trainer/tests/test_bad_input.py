@@ -294,7 +294,7 @@ MODELS = {
     "no weights": Mistake(spoil=without("policy/model.safetensors"), says=("has no *.safetensors weights",)),
     "another architecture": Mistake(
         spoil=config(architectures=["GPT2LMHeadModel"]),
-        says=("architecture GPT2LMHeadModel is not supported", "Qwen3ForCausalLM"),
+        says=("architecture GPT2LMHeadModel is not supported", "is Qwen3ForCausalLM"),
     ),
 }
 

@@ -233,8 +233,22 @@ MIXTURE = {
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "model_type": "qwen3"},
+            "architecture GPT2LMHeadModel is not supported",
+        ),
+        (
+            {
+                "output_router_logits": True,
+                "router_aux_loss_coef": 0.1,
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "model_type": "qwen3_moe",
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8,
+            },
+            "requests an auxiliary router loss",
+        ),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )

@@ -89,7 +89,7 @@ def test_all_that_is_wrong_is_told_at_once(folder: Path) -> None:
         "vllm.lora_target_modules",
         "lora.rank",
     ]
-    assert found[-1] == ("lora.rank = 8 needs policy.backend = \"megatron\"; found 'torch', which trains all weights.")
+    assert found[-1] == ('lora.rank = 8 needs policy.backend = "auto"; found "torch", which trains all weights.')
 
 
 def test_impossible_values_are_told_at_once(folder: Path) -> None:

@@ -106,7 +106,7 @@ def settings_with(changes: dict[str, Any]) -> Settings:
         ),
         (
             {"algorithm.advantage": "gae", "policy.backend": "torch"},
-            "needs a critic, which only policy.backend",
+            "needs a critic, which policy.backend",
         ),
     ],
 )

@@ -271,8 +271,8 @@ def test_unsupported_policies_are_refused_by_name(tied_policy: Path, tmp_path: P
         SettingsError, match=r"GPT2LMHeadModel is not computed by our layers, which have Qwen3ForCausal"
     ):
         MegatronLearner({**config, "architectures": ["GPT2LMHeadModel"]}, OPTIONS, backend="megatron")
+    yarn = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
     with pytest.raises(SettingsError, match=r"rope_type .yarn. is not supported"):
-        yarn = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
         MegatronLearner({**config, **yarn}, OPTIONS, backend="megatron")
     with pytest.raises(DataError, match=r"config\.json does not exist"):
         MegatronLearner(tmp_path, OPTIONS)

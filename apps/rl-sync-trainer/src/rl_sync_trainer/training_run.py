@@ -14,6 +14,7 @@ from rl_rollout.engines import ReplicatedEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_sync_trainer.loop import train
+from rl_trainer_parts.learning.mixtures import learner_name
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
@@ -81,7 +82,7 @@ class TrainingRun:
 
     def _start_learners(self, stack: AsyncExitStack, checkpoint: Path | None) -> Learners:
         settings, console = self._settings, self._console
-        with console.phase(f"starting {settings.policy.backend} learner"):
+        with console.phase(f"starting {learner_name(settings)} learner"):
             # Built from the initial policy, whose tokenizer every checkpoint copies; the checkpoint may be pruned.
             learners = start_learners(settings, log_directory=self._folder.path / "logs")
             stack.callback(learners.close)

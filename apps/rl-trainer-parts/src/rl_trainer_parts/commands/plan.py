@@ -18,7 +18,13 @@ from rl_distill import (
 )
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
-from rl_trainer_parts.learning.mixtures import expert_shape, model_config, routes_anew, why_not_replayed
+from rl_trainer_parts.learning.mixtures import (
+    expert_shape,
+    learner_name,
+    model_config,
+    routes_anew,
+    why_not_replayed,
+)
 from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
@@ -69,7 +75,10 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     rollout = settings.rollout
     where = inline_engine if rollout.placement == "inline" else _engine_place(settings)
     yield "Roles"
-    yield f"  learner    {settings.policy.backend}, {settings.optimizer.dtype}, policy {settings.policy.path}"
+    yield f"  learner    {learner_name(settings)}, {settings.optimizer.dtype}, policy {settings.policy.path}"
+    config = model_config(settings.policy.path, settings.policy.backend)
+    if config.model_json:
+        yield f"{INDENT}{config.architecture} is computed by transformers' class, whole on each rank"
     yield from _ranks(settings, inline_rank)
     yield f"  engine     {rollout.engine}, {settings.vllm.dtype}, {where}; loop {rollout.loop}"
     yield from (f"{INDENT}{line}" for line in loop_lines)

@@ -22,6 +22,17 @@ def model_config(folder: Path, backend: Literal["auto", "megatron", "transformer
     return parse_policy_config(read_policy_config(folder), backend="megatron" if backend == "torch" else backend)
 
 
+def learner_name(settings: Settings) -> str:
+    """What computes the policy in training: "megatron", "transformers" or "torch"; the setting if it cannot be read."""
+    backend = settings.policy.backend
+    if backend != "auto":
+        return backend
+    try:
+        return "transformers" if model_config(settings.policy.path).model_json else "megatron"
+    except RLError:  # the checks report it
+        return backend
+
+
 def expert_shape(settings: Settings) -> tuple[int, int] | None:
     """Layers and experts per token that rollouts record for the learner; None if they record none."""
     return _mixture_shape(settings) if settings.distillation.texts is None and replays(settings) else None

@@ -21,7 +21,7 @@ from rl_trainer_parts.rollouts.engines import gpus_per_replica
 from rl_trainer_parts.settings.schema import Settings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LIBRARIES = {"vllm": "vllm", "megatron": "megatron-core", "ray": "ray"}
+LIBRARIES = {"vllm": "vllm", "ray": "ray", **dict.fromkeys(("auto", "megatron", "transformers"), "megatron-core")}
 """The library that an engine, a back end or a placement needs."""
 
 STATE_BYTES = 12
@@ -71,8 +71,9 @@ def needs_of(settings: Settings) -> Needs:
 
     A run that joins a Ray cluster needs only libraries here, because its models run on the cluster's machines.
     """
-    parts = {settings.rollout.engine, settings.policy.backend, *settings.placements.values()}
-    parts |= {teacher.engine for teacher in settings.distillation.teachers.values()}
+    models = [settings.policy.backend, *(teacher.engine for teacher in settings.distillation.teachers.values())]
+    engines = {settings.rollout.engine} - {"transformers"}  # which needs no other library
+    parts = {*models, *engines, *settings.placements.values()}
     needed = (library for part, library in LIBRARIES.items() if part in parts)
     needs = Needs(libraries=frozenset(("torch", "transformers", *needed)), run_folder=settings.run_folder)
     is_elsewhere = "ray" in parts and settings.cluster.ray_address is not None

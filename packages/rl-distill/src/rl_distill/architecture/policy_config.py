@@ -19,7 +19,7 @@ from rl_distill.architecture.mixture_config import (
     read_mixture,
     refuse_router_losses,
 )
-from rl_distill.architecture.transformers_model import canonical_json, dimensions, model_tied
+from rl_distill.architecture.transformers_model import canonical_json, check_class, dimensions, model_tied
 
 ModelBackend = Literal["auto", "megatron", "transformers"]
 """What computes a model: "megatron" our layers, which ranks can divide; "transformers" its own class. "auto" prefers
@@ -248,6 +248,7 @@ def _transformers_config(config: Mapping[str, Any], architecture: str) -> Policy
         if type(config[name]) is int and config[name] != 0:
             count(config, name)
     refuse_router_losses(config, default_coef=0.0)
+    check_class(text, architecture)
     return PolicyConfig(architecture=architecture, model_json=text, **dimensions(text))
 
 

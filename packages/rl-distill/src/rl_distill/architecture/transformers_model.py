@@ -147,6 +147,23 @@ def head_name(text: str) -> str:
     return next(iter(folder_views(model, {name: head.weight})))
 
 
+def check_class(text: str, architecture: str) -> None:
+    """Check that a folder's architecture is the class that computes it.
+
+    Raises:
+        SettingsError: It is another class, such as a classifier.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = read_config(text)
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+    if architecture not in ("(none)", found):
+        raise SettingsError(
+            f"architecture {architecture} is not supported: the causal language model of model_type "
+            f"{config.model_type!r} is {found}. A policy needs that class; convert the folder, or correct config.json."
+        )
+
+
 @lru_cache(maxsize=8)
 def dimensions(text: str) -> dict[str, Any]:
     """Return the fields of a `PolicyConfig` that are known for any model; those of attention are 1 without it."""
