@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.data import FloatArray, offsets_of
-from rl_core.weights import Canary, ProofTolerances, TensorTransport, publish_weights
-from rl_core.weights.model_views import folder_views
+from rl_core.weights import Canary, ProofTolerances, TensorTransport, folder_views, publish_weights
 from rl_distill import LearnerOptions, ParallelOptions
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
 from rl_distill.megatron.ranks import LearnerRanks

@@ -26,9 +26,9 @@ from rl_core.weights import (
     TensorTransport,
     check_receipt,
     digest_tensors,
+    folder_views,
 )
 from rl_core.weights.broadcast import BroadcastTransport, SenderOptions, join_offers, offer_from_rank
-from rl_core.weights.model_views import folder_views
 from rl_core.weights.transports import SharedFileTransport
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions

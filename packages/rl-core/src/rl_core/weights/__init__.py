@@ -13,6 +13,7 @@ from rl_core.weights.digests import (
     tensor_checksum,
     tensor_crc32c,
 )
+from rl_core.weights.model_views import folder_views
 from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
     ProofTolerances,
@@ -80,6 +81,7 @@ __all__ = [
     "check_finite",
     "check_receipt",
     "digest_tensors",
+    "folder_views",
     "probe_tensor",
     "probe_vector",
     "prove",

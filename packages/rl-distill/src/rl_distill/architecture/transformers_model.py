@@ -97,7 +97,7 @@ def meta_model(text: str) -> Any:
 @lru_cache(maxsize=8)
 def model_shapes(text: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the folder by name, without tied ones."""
-    from rl_core.weights.model_views import folder_views
+    from rl_core.weights import folder_views
 
     model = meta_model(text)
     return {name: tuple(view.shape) for name, view in folder_views(model, dict(model.named_parameters())).items()}
@@ -106,7 +106,7 @@ def model_shapes(text: str) -> dict[str, tuple[int, ...]]:
 @lru_cache(maxsize=8)
 def untrained_names(text: str) -> frozenset[str]:
     """Return the folder's tensors that are not trained: those that transformers keeps as buffers."""
-    from rl_core.weights.model_views import folder_views
+    from rl_core.weights import folder_views
 
     model = meta_model(text)
     frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -139,7 +139,7 @@ def model_tied(text: str) -> dict[str, str]:
 
 def head_name(text: str) -> str:
     """Return the name of the output matrix in the folder."""
-    from rl_core.weights.model_views import folder_views
+    from rl_core.weights import folder_views
 
     model = meta_model(text)
     head = model.get_output_embeddings()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_core.errors import ShapeError
-from rl_core.weights.model_views import folder_views
+from rl_core.weights import folder_views
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.transformers_model import meta_model
 

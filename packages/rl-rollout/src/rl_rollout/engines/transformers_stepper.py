@@ -14,9 +14,8 @@ from transformers import __version__ as transformers_version
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rl_core.errors import EngineError
-from rl_core.weights import PassingChecksums, TokenScores, WeightReceipt, WeightUpdate, probe_tensor
+from rl_core.weights import PassingChecksums, TokenScores, WeightReceipt, WeightUpdate, folder_views, probe_tensor
 from rl_core.weights.broadcast import SourceGroups, WeightSources
-from rl_core.weights.model_views import folder_views
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError
 from rl_core.record_fields import converts_arguments
-from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Canary
-from rl_core.weights.model_views import folder_views
+from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Canary, folder_views
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.weight_checks import module_of
 
