@@ -72,8 +72,6 @@ class TransformersStepper:
         has_gpu = torch.cuda.is_available()
         self._device = torch.device(options.device if options.device != "auto" else "cuda" if has_gpu else "cpu")
         self._model = model.to(self._device).eval().requires_grad_(False)
-        _choose_attention(self._model)
-        self._way = _choose_way(self._model)
         self._end_token_ids = frozenset(end_token_ids(model_dir))
         self._seeds = np.random.default_rng(options.seed)
         self._waiting: list[Sample] = []
@@ -98,6 +96,8 @@ class TransformersStepper:
         probes |= {name: probes[source] for name, source in tied.items() if source in probes}
         live = {name: probe_tensor(tensor) for name, tensor in self._base().items()}
         check_first_weights(probes, live, model_dir=model_dir, dtype=options.dtype)
+        _choose_attention(self._model)
+        self._way = _choose_way(self._model)
 
     @property
     def traits(self) -> EngineTraits:
