@@ -53,7 +53,8 @@ def class_of(folder: Path) -> Any:
     """Return the class's own model, which computes attention by its own code."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options).eval()
 
 
 def class_logprobs(model: Any, row: NDArray[np.int32]) -> torch.Tensor:

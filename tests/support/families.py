@@ -172,7 +172,9 @@ def make_family(name: str, folder: Path) -> None:
     kind, fields = FAMILIES[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **fields)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32
+    )
     random = torch.Generator().manual_seed(1)
     stored = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in model.state_dict())]
     with torch.no_grad():

@@ -15,7 +15,7 @@ from rl_rollout.engines import (
     VLLMOptions,
     engine_class,
 )
-from rl_trainer_parts.learning.mixtures import model_config, replays
+from rl_trainer_parts.learning.mixtures import learner_name, model_config
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -121,7 +121,7 @@ def engine_options(settings: Settings, *, serves_adapter: bool = True) -> Any:
         settings.vllm,
         max_model_len=settings.vllm.max_model_len or longest,
         can_sleep=settings.vllm.can_sleep or settings.rollout.offload_engine,
-        capture_experts=settings.vllm.capture_experts and replays(settings),
+        capture_experts=settings.vllm.capture_experts and learner_name(settings) == "megatron",
         **(_room_for_adapter(settings) if serves_adapter else {}),
     )
     if settings.rollout.engine != "transformers":
