@@ -268,11 +268,11 @@ class AdapterConformance(WeightChecks):
 
         async def update_midway() -> list[Generation]:
             beside = asyncio.ensure_future(engine.generate(replace(request, adapter="base")))
-            running = await begin(engine, request)
+            running = await begin(engine, replace(request, num_samples=32))  # so many that they outlast the updates
             await self.publish(engine, model_dir, first, version=8)
             await begin(engine, request)
             await self.publish(engine, model_dir, second, version=9)
-            return [*await running, *await beside]
+            return [(await running)[0], *await beside]
 
         self.restore(engine, model_dir)
         with self.restoring(engine, model_dir):
