@@ -16,6 +16,7 @@ from rl_core import Batch, Ragged, RowKey
 from rl_core.data import FloatArray, offsets_of
 from rl_core.weights import Canary, ProofTolerances, TensorTransport, folder_views, publish_weights
 from rl_distill import LearnerOptions, ParallelOptions
+from rl_distill.megatron import transformers_chunk
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.transformers_chunk import TransformersModel
@@ -185,6 +186,24 @@ def test_a_critic_and_recomputation_give_the_same(name: str, folder: Path) -> No
     )  # type: ignore[union-attr]
     assert inner.is_packed == (name not in UNPACKED)
     critic.close()
+
+
+def test_prefixes_are_not_shared_if_sharing_changes_the_logprobs(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (folders / "phi3").exists():
+        make_family("phi3", folders / "phi3")
+    right = transformers_chunk.packed_attention
+
+    def wrong(qkv: Any, layout: Any, *, scale: float) -> torch.Tensor:
+        return right(qkv, layout, scale=scale) * (2.0 if layout.spans else 1.0)
+
+    for attention, shares in ((right, True), (wrong, False)):
+        monkeypatch.setattr(transformers_chunk, "packed_attention", attention)
+        learner = MegatronLearner(folders / "phi3", OPTIONS)
+        assert model_of(learner).is_packed
+        assert model_of(learner).shares_prefixes == shares
+        learner.close()
 
 
 def test_two_ranks_compute_what_one_computes(folders: Path) -> None:

@@ -20,6 +20,11 @@ def never_told(version: int, error: WeightProofError) -> None:
     pytest.fail(f"the proof of version {version} failed: {error}")
 
 
+def a_report(version: int) -> PublishReport:
+    zeros = dict.fromkeys(("probe_max_diff", "canary_max_diff", "update_s", "proof_s"), 0.0)
+    return PublishReport(version=version, fingerprint="", num_tensors=1, **zeros)
+
+
 def linked(learner: SimpleNamespace) -> Any:
     """Return a link to a learner that is never rolled back."""
     return SimpleNamespace(course=lambda: lambda: True, when=lambda _: learner)
@@ -110,16 +115,7 @@ def test_the_weights_of_a_mixture_stay_until_its_canary_is_proven(dies: bool):
     """If the learner dies before that, its restart has other weights, which are packed and published instead."""
     canary, none = replace(a_canary(), logprobs=None), np.zeros((1, 1), np.float32)
     told = tuple([TokenScores.after_first(none, none) for _ in canary.sequences] for _ in range(2))
-    report = PublishReport(
-        version=5,
-        fingerprint="",
-        num_tensors=1,
-        probe_max_diff=0.0,
-        canary_max_diff=0.0,
-        update_s=0.0,
-        proof_s=0.0,
-        canary_scores=told,
-    )
+    report = replace(a_report(5), canary_scores=told)
     happened: list[str] = []
 
     async def pack(version: int | None) -> PackedWeights:
@@ -178,15 +174,7 @@ def test_weights_are_packed_and_published_once_more_after_a_failed_proof(outcome
     async def take(packed: PackedWeights) -> PublishReport:
         if left.pop(0) == "f":
             raise WeightProofError("'b' differs", tensor="b")
-        return PublishReport(
-            version=packed.update.version,
-            fingerprint="",
-            num_tensors=1,
-            probe_max_diff=0.0,
-            canary_max_diff=0.0,
-            update_s=0.0,
-            proof_s=0.0,
-        )
+        return a_report(packed.update.version)
 
     async def served(_: PackedWeights, found: PublishReport) -> None:
         happened.append(f"served {found.version}")

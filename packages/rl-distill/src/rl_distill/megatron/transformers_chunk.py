@@ -259,10 +259,14 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             try:
                 self._use(attention, is_packed=is_packed)
                 values = placed.spread(self(placed).values)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # in any way
-                found[f"{attention} ({type(error).__name__}: {error})"] = float("inf")
-                return float("inf")
-            return found.setdefault(attention, float((values - expected).abs().mean()))
+                nats, what = float("inf"), f"{attention} ({type(error).__name__}: {error})"
+            else:
+                nats, what = float((values - expected).abs().mean()), attention
+            found[what] = nats
+            return nats
 
         # Two kernels differ by rounding, much where a router chooses between nearly equal experts.
         most = TOLERANCES[self.config.params_dtype]
