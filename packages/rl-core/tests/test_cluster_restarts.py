@@ -84,3 +84,24 @@ def test_a_role_that_may_not_be_started_again_raises_its_death() -> None:
 def test_only_public_methods_are_remote() -> None:
     with pytest.raises(AttributeError, match="'_private' is not a method of a role"):
         Methods(asyncio.sleep)._private  # noqa: B018
+
+
+@pytest.mark.one_python("when to start a role again is arithmetic; test_cluster_process.py kills roles")
+def test_a_role_that_is_not_set_up_in_time_after_its_restart_says_so() -> None:
+    async def set_up(new: Incarnation) -> None:
+        if new.death is not None:
+            await asyncio.Event().wait()
+
+    async def work() -> None:
+        async with open_cluster(ClusterOptions(kind="inline")) as cluster:
+            spec = RoleSpec(name="worker", factory=f"{__name__}:Worker", restart=RestartPolicy(max_restarts=1))
+            group = await cluster.start_group(spec, size=1, deadline_s=0.2)
+            role = group[0]
+            await role.set_up(set_up)
+            await role.fail("was ended by the test")
+            worker: Worker = role.methods()
+            async with asyncio.timeout(DEADLINE_S):
+                with pytest.raises(RoleDiedError, match=r"'worker' was not set up within 0\.2 s after its restart"):
+                    await worker.pid()
+
+    asyncio.run(work())

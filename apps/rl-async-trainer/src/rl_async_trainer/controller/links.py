@@ -271,7 +271,7 @@ class RollouterLink(RoleLink):
 
     async def _with_weights(self) -> int:
         """Wait until the rollouter has weights; return the incarnation that has them."""
-        while self._served != (incarnation := await self._role.ready()):
+        while (incarnation := await self._role.ready()) != self._served:
             self._has_weights.clear()
             await self._has_weights.wait()
         return incarnation

@@ -181,7 +181,8 @@ class WeightPublisher:
             return None
         except (EngineError, TransferError, WeightProofError) as error:
             await self._learner.check_alive()
-            if not is_current():
+            if not is_current():  # other weights follow
+                self._has_failed = False
                 return None
             if self._has_failed or not isinstance(error, WeightProofError):
                 raise

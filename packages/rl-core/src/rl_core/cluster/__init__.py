@@ -9,13 +9,13 @@ object, `output` handles its printed lines, `stacks` and `stack_dump` show its c
 """
 
 from rl_core.cluster.blocking import BlockingGroup
-from rl_core.cluster.cluster import Cluster, open_cluster, within
+from rl_core.cluster.cluster import Cluster, open_cluster
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.options import ClusterOptions, ResourcePool, RestartPolicy
 from rl_core.cluster.ray.session import RayOptions, start_ray, stop_ray
 from rl_core.cluster.restarts import RoleRestartedError, SupervisedRole
 from rl_core.cluster.role_spec import RoleContext, RoleSpec
-from rl_core.cluster.running_role import Incarnation, Methods, Role, SetUp
+from rl_core.cluster.running_role import Incarnation, Methods, Role, SetUp, within
 from rl_core.cluster.shares import Shares, count_room, describe_shares, machine_shares, visible_gpus
 from rl_core.cluster.stacks import RoleReport, RoleView, cut_middle, process_report, process_stacks
 

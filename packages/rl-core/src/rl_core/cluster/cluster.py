@@ -1,8 +1,6 @@
 """Starts roles in one kind of placement, and ends them together."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from rl_core.cluster.group import RoleGroup
 from rl_core.cluster.local import LocalLauncher
@@ -11,8 +9,8 @@ from rl_core.cluster.pools import Slot, own_pool
 from rl_core.cluster.ray.session import import_ray
 from rl_core.cluster.role_process import Launcher
 from rl_core.cluster.role_spec import RoleSpec
-from rl_core.cluster.running_role import Role
-from rl_core.errors import DeadlineError, NotReadyError, SettingsError
+from rl_core.cluster.running_role import Role, within
+from rl_core.errors import NotReadyError, SettingsError
 
 
 class Cluster:
@@ -119,24 +117,3 @@ def open_cluster(options: ClusterOptions | None = None) -> Cluster:
     from rl_core.cluster.ray.roles import RayLauncher  # it wraps an optional backend
 
     return Cluster(RayLauncher(options))
-
-
-@asynccontextmanager
-async def within(deadline_s: float, message: str) -> AsyncIterator[None]:
-    """Cancel a block that takes too long; a TimeoutError of the block itself, which is more specific, is kept.
-
-    Args:
-        deadline_s: Maximum time.
-        message: Message of the error.
-
-    Raises:
-        DeadlineError: The block took longer.
-    """
-    limit = asyncio.timeout(deadline_s)
-    try:
-        async with limit:
-            yield
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        raise DeadlineError(message) from error

@@ -10,7 +10,7 @@ from rl_core.cluster.calls import RoleCall
 from rl_core.cluster.pools import Slot
 from rl_core.cluster.role_process import Launcher
 from rl_core.cluster.role_spec import RoleSpec
-from rl_core.cluster.running_role import DeathCallback, Role
+from rl_core.cluster.running_role import DeathCallback, Role, within
 from rl_core.errors import RLError, RoleDiedError, SettingsError
 
 MAX_BACKOFF_S = 60.0
@@ -222,7 +222,8 @@ class RoleGroup:
                 await asyncio.sleep(pause_s)
                 try:
                     await self._launch(unit, self._deadline_s)
-                    async with asyncio.timeout(self._deadline_s):
+                    late = f"{self.spec.name!r} was not set up within {self._deadline_s:g} s after its restart."
+                    async with within(self._deadline_s, late):
                         await asyncio.gather(*(role.set_up_again() for role in unit))
                     for role in unit:
                         role.check_alive()

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -366,3 +367,24 @@ class Role:
         self.state = state
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+@asynccontextmanager
+async def within(deadline_s: float, message: str) -> AsyncIterator[None]:
+    """Cancel a block that takes too long; a TimeoutError of the block itself, which is more specific, is kept.
+
+    Args:
+        deadline_s: Maximum time.
+        message: Message of the error.
+
+    Raises:
+        DeadlineError: The block took longer.
+    """
+    limit = asyncio.timeout(deadline_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlineError(message) from error
