@@ -342,3 +342,24 @@ def test_the_digest_tells_policies_apart_that_weights_must_agree_with():
 def test_the_digest_of_checkpoints_from_before_glm_is_the_same():
     assert parse_policy_config(DENSE).digest == "534ff24e8ea44a89"
     assert parse_policy_config(MIXTURE).digest == "6273da96b497e453"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        ({"text_config": {"num_hidden_layers": 10**8}}, "num_hidden_layers <= 4096"),
+        ({"n_layers": 10**8}, "n_layers <= 4096"),
+        ({"moe_num_experts": 10**8}, "moe_num_experts <= 16384"),
+    ],
+)
+def test_fields_without_end_or_for_whole_batches_are_refused_before_a_model_is_built(change: dict[str, Any], says: str):
+    with pytest.raises((SettingsError, DataError), match=says):
+        parse_policy_config({"model_type": "mpt", "architectures": ["MptForCausalLM"], **change})
+
+
+def test_fields_that_name_kernels_do_not_reach_the_class():
+    config = {"model_type": "mpt", "architectures": ["MptForCausalLM"], "d_model": 64, "n_heads": 4, "n_layers": 2}
+    named = {"_attn_implementation": "kernels/x", "attn_config": {"attn_implementation": "kernels/x"}}
+
+    assert "kernels/x" not in parse_policy_config({**config, **named}).model_json

@@ -19,7 +19,7 @@ from rl_distill.architecture.mixture_config import (
     read_mixture,
     refuse_router_losses,
 )
-from rl_distill.architecture.transformers_model import canonical_json, check_class, dimensions, model_tied
+from rl_distill.architecture.transformers_model import canonical_json, check_class, check_fields, dimensions, model_tied
 
 ModelBackend = Literal["auto", "megatron", "transformers"]
 """What computes a model: "megatron" our layers, which ranks can divide; "transformers" its own class. "auto" prefers
@@ -243,6 +243,7 @@ class _OtherLayersError(SettingsError):
 
 
 def _transformers_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig:
+    check_fields(config)
     text = canonical_json(config)
     for name in BOUNDED_FIELDS & config.keys():
         if type(config[name]) is int and config[name] != 0:

@@ -7,13 +7,10 @@ import json
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import preview
-
-if TYPE_CHECKING:
-    pass
 
 UNRELATED_FIELDS = frozenset(
     {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "num_labels", "torch_dtype"}
@@ -22,9 +19,41 @@ UNRELATED_FIELDS = frozenset(
 """Fields of config.json that do not change what a model computes."""
 
 
+MAX_LAYERS = 4096
+MAX_EXPERTS = 1 << 14
+CODE_FIELDS = ("attn_implementation", "experts_implementation")
+"""Parts of the names of fields by which transformers may load kernels, which are code, from elsewhere."""
+
+
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Refuse fields, at any depth, that make a model without end, or that packing would change.
+
+    Raises:
+        SettingsError: A rotary embedding depends on the longest row of a call.
+        DataError: There are too many layers or experts.
+    """
+    for name, value in config.items():
+        if name in ("rope_type", "type") and value in ("longrope", "dynamic"):
+            raise SettingsError(
+                f"rope_type {value!r} is not supported: its angles depend on the longest row that is computed together."
+            )
+        most = MAX_LAYERS if name.endswith(("layers", "layer")) else MAX_EXPERTS if name.endswith("experts") else None
+        if most is not None and type(value) is int and value > most:
+            raise DataError(f"config.json must have {name} <= {most}; found {preview(value)}.")
+        if isinstance(value, Mapping):
+            check_fields(value)
+
+
 def canonical_json(config: Mapping[str, Any]) -> str:
     """Return the fields of a config.json that decide what the model computes, in a fixed order."""
-    return json.dumps({name: value for name, value in config.items() if name not in UNRELATED_FIELDS}, sort_keys=True)
+    return json.dumps(_without_code({n: v for n, v in config.items() if n not in UNRELATED_FIELDS}), sort_keys=True)
+
+
+def _without_code(value: Any) -> Any:
+    """Drop the fields of CODE_FIELDS at any depth."""
+    if not isinstance(value, Mapping):
+        return value
+    return {n: _without_code(v) for n, v in value.items() if not any(part in n for part in CODE_FIELDS)}
 
 
 def read_config(text: str) -> Any:

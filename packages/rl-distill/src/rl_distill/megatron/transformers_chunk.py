@@ -4,6 +4,7 @@ The class computes everything between attention and head, so any architecture tr
 read from a table: `settle` tries the ways on a few rows, and keeps the first that gives the class's own logprobs.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -110,7 +111,7 @@ def _attention(
         SettingsError: The layer has an argument that is not known here.
     """
     unknown = sorted({name for name, given in others.items() if given is not None} - PLAIN_ARGUMENTS)
-    if unknown or not getattr(module, "is_causal", True):
+    if unknown or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         raise SettingsError(f"attention of {type(module).__name__} has {unknown or 'no causal mask'}, unknown here.")
     layout: PackedLayout = module.rl_pack.layout
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -270,7 +271,8 @@ class TransformersModel(TokenScoring, torch.nn.Module):
 
         # Two kernels differ by rounding, much where a router chooses between nearly equal experts.
         most = TOLERANCES[self.config.params_dtype]
-        most += min(2 * difference("sdpa", False), 5 * most)
+        rounding = difference("sdpa", False)
+        most += min(2 * rounding, 5 * most) if math.isfinite(rounding) else 0.0
         for attention, is_packed in WAYS:
             if difference(attention, is_packed) <= most:
                 break

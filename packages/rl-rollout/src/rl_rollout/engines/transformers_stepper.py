@@ -380,7 +380,11 @@ def _choose_way(model: PreTrainedModel) -> _Way:
 @torch.inference_mode()
 def _choose_attention(model: PreTrainedModel) -> None:
     """Compute attention as the class itself does where torch's kernel differs, for example without a cap of scores."""
-    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+        return
+    ids = torch.arange(8, device=model.device)[None] % config.vocab_size
     chosen = model.config._attn_implementation
     fast = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
     model.set_attn_implementation("eager")
