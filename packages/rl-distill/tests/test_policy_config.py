@@ -1,5 +1,6 @@
 """Reading config.json in the formats of both versions of transformers."""
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from rl_distill.architecture.policy_config import (
     Llama3RopeScaling,
     parse_policy_config,
 )
+from rl_distill.architecture.tensor_shapes import tensor_shapes
+from rl_distill.architecture.transformers_model import read_config
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -347,13 +350,12 @@ def test_the_digest_of_checkpoints_from_before_glm_is_the_same():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
         ({"text_config": {"num_hidden_layers": 10**8}}, "num_hidden_layers <= 4096"),
         ({"n_layers": 10**8}, "n_layers <= 4096"),
         ({"moe_num_experts": 10**8}, "moe_num_experts <= 16384"),
     ],
 )
-def test_fields_without_end_or_for_whole_batches_are_refused_before_a_model_is_built(change: dict[str, Any], says: str):
+def test_fields_without_end_are_refused_before_a_model_is_built(change: dict[str, Any], says: str):
     with pytest.raises((SettingsError, DataError), match=says):
         parse_policy_config({"model_type": "mpt", "architectures": ["MptForCausalLM"], **change})
 
@@ -363,3 +365,58 @@ def test_fields_that_name_kernels_do_not_reach_the_class():
     named = {"_attn_implementation": "kernels/x", "attn_config": {"attn_implementation": "kernels/x"}}
 
     assert "kernels/x" not in parse_policy_config({**config, **named}).model_json
+
+
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+def test_angles_that_depend_on_the_longest_row_bound_the_positions():
+    long = {"rope_scaling": LONG_ROPE, "original_max_position_embeddings": 32}
+    dynamic = {"rope_scaling": {"type": "dynamic", "factor": 4.0}}
+
+    assert parse_policy_config(PHI3).max_position_embeddings == 512
+    assert parse_policy_config({**PHI3, **long}).max_position_embeddings == 32
+    llama_config = {**PHI3, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-6}
+    assert parse_policy_config({**llama_config, **dynamic}).max_position_embeddings == 512
+
+
+@pytest.mark.parametrize("named", [5, True, "Phi3ForCausalLM", {"a": 1}, ["Phi3ForCausalLM", 5], [["Phi3ForCausalLM"]]])
+def test_architectures_that_are_no_names_are_refused(named: Any):
+    with pytest.raises(DataError, match="names of classes as architectures"):
+        parse_policy_config({**PHI3, "architectures": named})
+
+
+def test_a_router_loss_that_only_the_class_has_is_refused():
+    config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "output_router_logits": True}
+
+    with pytest.raises(SettingsError, match="router_aux_loss_coef with output_router_logits"):
+        parse_policy_config(config)
+    assert parse_policy_config({**config, "router_aux_loss_coef": 0.0}).model_json
+
+
+def test_dropout_is_off_in_every_part_of_a_configuration():
+    text = {"model_type": "gemma3_text", "attention_dropout": 0.3}
+    config = read_config(json.dumps({"model_type": "gemma3", "text_config": text}))
+
+    assert config.text_config.attention_dropout == 0.0
+    mpt = read_config(json.dumps({"model_type": "mpt", "resid_pdrop": 0.2, "attn_config": {"attn_pdrop": 1}}))
+    assert (mpt.resid_pdrop, mpt.attn_config.attn_pdrop) == (0.0, 0)
+
+
+def test_a_folder_with_whole_numbers_is_refused_by_name():
+    class_of = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+    with pytest.raises(SettingsError, match=r"tensor 'model\.layers\.0\..*\.tid2eid' of .* has whole"):
+        tensor_shapes(parse_policy_config({**class_of, **sizes, "moe_intermediate_size": 32, "n_routed_experts": 4}))

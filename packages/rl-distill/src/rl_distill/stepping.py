@@ -112,12 +112,18 @@ def learning_rate_at(step: int, options: LearnerOptions) -> float:
 
 
 def check_tokens(batch: Batch, config: PolicyConfig) -> None:
-    """Check that tokens are in the vocabulary, and that a token's experts are distinct, complete and in the policy.
+    """Check that rows fit the policy's positions, tokens its vocabulary, and a token's experts the policy.
 
     Raises:
         ShapeError: A check fails; the message names the row, the value and the allowed values.
     """
     ids = batch.ragged("input_ids")
+    longest = int(ids.lengths.max(initial=0))
+    if config.model_json and longest > config.max_position_embeddings:
+        raise ShapeError(
+            f"rows must have at most {config.max_position_embeddings} tokens, the positions of the policy that do not "
+            f"depend on other rows; row {int(ids.lengths.argmax())} has {longest}. Shorten prompts or responses."
+        )
     is_outside = (ids.values < 0) | (ids.values >= config.vocab_size)
     if is_outside.any():
         place = int(np.flatnonzero(is_outside)[0])

@@ -6,7 +6,15 @@ from dataclasses import fields
 from pathlib import Path
 
 from rl_core.errors import DataError, EngineError, SettingsError
-from rl_distill import LoraOptions, PolicyConfig, adapted_modules, check_layout, check_learner, check_ranks
+from rl_distill import (
+    LoraOptions,
+    PolicyConfig,
+    adapted_modules,
+    check_layout,
+    check_learner,
+    check_ranks,
+    count_parameters,
+)
 from rl_rollout.engines import engine_class
 from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptTokenizer
@@ -52,6 +60,7 @@ def _problems(settings: Settings, folder: Path, setting: str, *, lora: LoraOptio
         return
     try:
         config = model_config(folder, settings.policy.backend)
+        count_parameters(config)  # transformers' class may refuse the tensors
     except (SettingsError, DataError) as error:
         yield f"{setting}: {error}"
         return

@@ -19,7 +19,14 @@ from rl_distill.architecture.mixture_config import (
     read_mixture,
     refuse_router_losses,
 )
-from rl_distill.architecture.transformers_model import canonical_json, check_class, check_fields, dimensions, model_tied
+from rl_distill.architecture.transformers_model import (
+    canonical_json,
+    check_class,
+    check_fields,
+    default_router_loss,
+    dimensions,
+    model_tied,
+)
 
 ModelBackend = Literal["auto", "megatron", "transformers"]
 """What computes a model: "megatron" our layers, which ranks can divide; "transformers" its own class. "auto" prefers
@@ -213,23 +220,24 @@ def parse_policy_config(config: Mapping[str, Any], *, backend: ModelBackend = "a
         SettingsError: The architecture or one of its options is not supported.
         DataError: A field is missing or out of range.
     """
-    named = config.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else named or "(none)"
-    is_name = isinstance(architecture, str) and architecture.isprintable() and len(architecture) <= 80
-    if backend == "megatron" and (not is_name or architecture not in FAMILIES):
+    named = config.get("architectures") or ["(none)"]
+    if not isinstance(named, list) or not all(isinstance(one, str) for one in named) or not named[0].isprintable():
+        raise DataError(f"config.json must have the names of classes as architectures; found {preview(named)}.")
+    architecture: str = named[0]
+    if backend == "megatron" and architecture not in FAMILIES:
         raise SettingsError(
-            f"architecture {architecture if is_name else preview(architecture)} is not computed by our layers, which "
-            f'have {", ".join(SUPPORTED_ARCHITECTURES)}. Set policy.backend = "auto".'
+            f"architecture {architecture[:80]} is not computed by our layers, which have "
+            f'{", ".join(SUPPORTED_ARCHITECTURES)}. Set policy.backend = "auto".'
         )
     try:
-        if backend == "transformers" or not is_name or architecture not in FAMILIES:
-            return _transformers_config(config, str(architecture) if is_name else "(none)")
+        if backend == "transformers" or architecture not in FAMILIES:
+            return _transformers_config(config, architecture)
         _refuse_unsupported(config, FAMILIES[architecture])
         return _policy_config(config, architecture)
     except _OtherLayersError:
         if backend == "megatron":
             raise
-        return _transformers_config(config, str(architecture))
+        return _transformers_config(config, architecture)
     except RLError:
         raise
     except KeyError as error:
@@ -248,8 +256,8 @@ def _transformers_config(config: Mapping[str, Any], architecture: str) -> Policy
     for name in BOUNDED_FIELDS & config.keys():
         if type(config[name]) is int and config[name] != 0:
             count(config, name)
-    refuse_router_losses(config, default_coef=0.0)
     check_class(text, architecture)
+    refuse_router_losses(config, default_coef=default_router_loss(text))
     return PolicyConfig(architecture=architecture, model_json=text, **dimensions(text))
 
 

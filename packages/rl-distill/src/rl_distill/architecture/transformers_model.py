@@ -26,17 +26,12 @@ CODE_FIELDS = ("attn_implementation", "experts_implementation")
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Refuse fields, at any depth, that make a model without end, or that packing would change.
+    """Refuse fields, at any depth, that make a model without end.
 
     Raises:
-        SettingsError: A rotary embedding depends on the longest row of a call.
         DataError: There are too many layers or experts.
     """
     for name, value in config.items():
-        if name in ("rope_type", "type") and value in ("longrope", "dynamic"):
-            raise SettingsError(
-                f"rope_type {value!r} is not supported: its angles depend on the longest row that is computed together."
-            )
         most = MAX_LAYERS if name.endswith(("layers", "layer")) else MAX_EXPERTS if name.endswith("experts") else None
         if most is not None and type(value) is int and value > most:
             raise DataError(f"config.json must have {name} <= {most}; found {preview(value)}.")
@@ -82,10 +77,19 @@ def read_config(text: str) -> Any:
             f"{model_type} is not a causal language model of transformers {version}. A policy needs one that predicts "
             "the next token."
         )
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith(("pdrop", "layerdrop"))) and isinstance(value, int | float):
-            setattr(config, name, 0.0)
+    _without_dropout(config)
     return config
+
+
+def _without_dropout(config: Any) -> None:
+    """Set every dropout of a configuration and its parts to 0."""
+    from transformers import PreTrainedConfig
+
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _without_dropout(value)
+        elif ("dropout" in name or name.endswith(("pdrop", "layerdrop"))) and type(value) in (int, float):
+            setattr(config, name, type(value)(0))  # a field may take only one of the types
 
 
 def build_model(text: str, **options: Any) -> Any:
@@ -125,11 +129,21 @@ def meta_model(text: str) -> Any:
 
 @lru_cache(maxsize=8)
 def model_shapes(text: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the folder by name, without tied ones."""
+    """Return the shape of every tensor of the folder by name, without tied ones.
+
+    Raises:
+        SettingsError: A tensor has whole numbers, or is computed from parameters.
+    """
     from rl_core.weights import folder_views
 
     model = meta_model(text)
-    return {name: tuple(view.shape) for name, view in folder_views(model, dict(model.named_parameters())).items()}
+    views = folder_views(model, dict(model.named_parameters()))
+    if tables := [name for name, view in views.items() if not view.is_floating_point()]:
+        raise SettingsError(
+            f"{type(model).__name__} is not supported: tensor {tables[0]!r} of its folder has whole numbers, which no "
+            "optimizer or engine updates. Use another architecture."
+        )
+    return {name: tuple(view.shape) for name, view in views.items()}
 
 
 @lru_cache(maxsize=8)
@@ -146,19 +160,40 @@ def untrained_names(text: str) -> frozenset[str]:
 def linear_modules(text: str) -> dict[str, tuple[int, ...]]:
     """Return the [out, in] shape of each matrix that an adapter can change, by the module's name.
 
-    These are the linear modules, without the head, whose matrix is a tensor of the folder with the module's name.
+    These are the linear modules, without the head and routers, whose matrix is a tensor of the folder with the module's
+    name.
     """
     import torch
 
     model, shapes = meta_model(text), model_shapes(text)
     head = model.get_output_embeddings()
-    return {
-        name: tuple(module.weight.shape)
+    linear = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
         and module is not head
         and shapes.get(f"{name}.weight") == tuple(module.weight.shape)
     }
+    multiplies = {kind: _multiplies(module) for kind, module in {type(m): m for m in linear.values()}.items()}
+    return {name: tuple(m.weight.shape) for name, m in linear.items() if multiplies[type(m)]}
+
+
+def _multiplies(module: Any) -> bool:
+    """Return whether a linear module only multiplies; a class's own module, such as a router, may do more."""
+    import torch
+
+    if type(module).forward is torch.nn.Linear.forward:
+        return True
+    with torch.random.fork_rng(devices=[]):
+        x = torch.randn(2, module.in_features)
+        own = {name: torch.randn(tensor.shape) for name, tensor in module.named_parameters()}
+    try:
+        found = torch.func.functional_call(module, own, (x,))
+    except Exception:  # it may want other arguments
+        return False
+    expected = torch.nn.functional.linear(x, own["weight"], own.get("bias"))
+    is_alike = isinstance(found, torch.Tensor) and found.shape == expected.shape
+    return is_alike and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def model_tied(text: str) -> dict[str, str]:
@@ -176,6 +211,11 @@ def head_name(text: str) -> str:
     return next(iter(folder_views(model, {name: head.weight})))
 
 
+def default_router_loss(text: str) -> float:
+    """Return the coefficient of the auxiliary router loss, the class's own if config.json has none."""
+    return float(getattr(read_config(text).get_text_config(), "router_aux_loss_coef", None) or 0.0)
+
+
 def check_class(text: str, architecture: str) -> None:
     """Check that a folder's architecture is the class that computes it.
 
@@ -191,6 +231,13 @@ def check_class(text: str, architecture: str) -> None:
             f"architecture {architecture} is not supported: the causal language model of model_type "
             f"{config.model_type!r} is {found}. A policy needs that class; convert the folder, or correct config.json."
         )
+
+
+def _length_of_angles(rope: Mapping[str, Any]) -> float:
+    """Return the length up to which angles do not depend on the longest row of a call, as those of `longrope` do."""
+    parts = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # of each kind of layer
+    lengths = (one["original_max_position_embeddings"] for one in parts if one.get("rope_type") == "longrope")
+    return min(lengths, default=math.inf)
 
 
 @lru_cache(maxsize=8)
@@ -214,7 +261,9 @@ def dimensions(text: str) -> dict[str, Any]:
         "num_key_value_heads": int(field("num_key_value_heads", heads)),
         "head_dim": int(field("head_dim", hidden_size // heads)),
         "vocab_size": int(config.vocab_size),
-        "max_position_embeddings": int(min(field("max_position_embeddings", math.inf), 2**31 - 1)),
+        "max_position_embeddings": int(
+            min(field("max_position_embeddings", math.inf), _length_of_angles(field("rope_parameters", {})), 2**31 - 1)
+        ),
         "is_tied": bool(config.tie_word_embeddings),
         "initializer_range": float(field("initializer_range", 0.02)),
         "norm_eps": 1e-6,
