@@ -35,6 +35,7 @@ def folder_views(model: Any, tensors: "Mapping[str, torch.Tensor]") -> "dict[str
     of_its_folder = model.__dict__.pop("_weight_conversions", None)
     try:
         with InPlace():
+            versions = [tensor._version for tensor in tensors.values()]
             detached = {name: tensor.detach() for name, tensor in tensors.items()}
             views: dict[str, Tensor] = revert_weight_conversion(model, detached)
     finally:
@@ -42,9 +43,10 @@ def folder_views(model: Any, tensors: "Mapping[str, torch.Tensor]") -> "dict[str
             model._weight_conversions = of_its_folder
     own = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
     computed = sorted(name for name, view in views.items() if view.untyped_storage()._cdata not in own)
-    if computed:
+    changed = [name for (name, one), version in zip(tensors.items(), versions, strict=True) if one._version != version]
+    if computed or changed:
         raise SettingsError(
-            f"transformers computes tensor {computed[0]!r} of {type(model).__name__}'s folder from its parameters, so "
-            "the weights cannot be updated in place. Use another architecture."
+            f"transformers computes tensor {(computed or changed)[0]!r} of {type(model).__name__}'s folder from its "
+            "parameters, so the weights cannot be updated in place. Use another architecture."
         )
     return views
