@@ -3,8 +3,10 @@
 Nothing in a folder runs as code: a model whose class transformers does not have is refused.
 """
 
+import inspect
 import json
 import math
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -161,21 +163,35 @@ def linear_modules(text: str) -> dict[str, tuple[int, ...]]:
     """Return the [out, in] shape of each matrix that an adapter can change, by the module's name.
 
     These are the linear modules, without the head and routers, whose matrix is a tensor of the folder with the module's
-    name.
+    name. A module named as the folder's experts is left out, because peft takes its name for theirs, and so is one
+    whose parent reads the matrix instead of calling the module.
     """
     import torch
 
     model, shapes = meta_model(text), model_shapes(text)
     head = model.get_output_embeddings()
+    converted = {name.split(".")[-2] for name in shapes.keys() - model.state_dict().keys() if "." in name}
     linear = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
         and module is not head
+        and name.rpartition(".")[2] not in converted
         and shapes.get(f"{name}.weight") == tuple(module.weight.shape)
+        and _is_called(model, name)
     }
     multiplies = {kind: _multiplies(module) for kind, module in {type(m): m for m in linear.values()}.items()}
     return {name: tuple(m.weight.shape) for name, m in linear.items() if multiplies[type(m)]}
+
+
+def _is_called(model: Any, name: str) -> bool:
+    path, _, own = name.rpartition(".")
+    return not re.search(rf"self\.{own}\.weight\b(?!\.(dtype|device|shape))", _source(type(model.get_submodule(path))))
+
+
+@lru_cache(maxsize=64)
+def _source(kind: type) -> str:
+    return inspect.getsource(kind)
 
 
 def _multiplies(module: Any) -> bool:

@@ -189,6 +189,8 @@ class LoraLinear(torch.nn.Module):
     """A linear module of transformers' model with an adapter.
 
     Attributes:
+        in_features: Size of the input.
+        out_features: Size of the output.
         weight: [out, in], frozen.
         bias: [out] or None, frozen.
         lora_A: [rank, in].
@@ -208,6 +210,7 @@ class LoraLinear(torch.nn.Module):
         """
         super().__init__()
         self.config, self.is_on, self._lora = config, True, lora
+        self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         self.lora_A = _parameter(self, (lora.rank, base.in_features), axis=None)
         self.lora_B = _parameter(self, (base.out_features, lora.rank), axis=None)
