@@ -1,6 +1,7 @@
 """Every architecture of transformers trains: each family against the class itself, row by row, in float32."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,23 @@ import pytest
 import torch
 from families import FAMILIES, IN_CI, make_family
 from numpy.typing import NDArray
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.data import FloatArray, offsets_of
-from rl_core.weights import Canary, ProofTolerances, TensorTransport, folder_views, publish_weights
-from rl_distill import LearnerOptions, ParallelOptions
+from rl_core.errors import SettingsError, ShapeError
+from rl_core.weights import (
+    AdapterUpdate,
+    Canary,
+    ProofTolerances,
+    TensorTransport,
+    digest_tensors,
+    folder_views,
+    publish_weights,
+)
+from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
+from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron import transformers_chunk
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
 from rl_distill.megatron.ranks import LearnerRanks
@@ -169,23 +182,135 @@ def test_the_transformers_engine_serves_each_update_with_proof(
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral", "falcon-h1"])
-def test_a_critic_and_recomputation_give_the_same(name: str, folder: Path) -> None:
-    batch = make_batch()
+def test_recomputation_gives_the_same(name: str, folder: Path) -> None:
     found = []
     for recompute in ("none", "full"):
         learner = MegatronLearner(folder, replace(OPTIONS, recompute=recompute))
-        found.append(learner.train_step(batch, supervised_objective))
+        found.append(learner.train_step(make_batch(), supervised_objective))
         learner.close()
     assert relative(found[1].loss, found[0].loss) <= 1e-6
     assert relative(found[1].grad_norm, found[0].grad_norm) <= 1e-6
-    critic = MegatronCritic(folder, OPTIONS)
-    assert not np.any(critic.values(batch).values)
-    assert critic.export_weights().keys() >= {"score.weight", "score.bias"}
-    inner = next(
-        m for m in critic._ranks._host._models["critic"]._chunks[0].modules() if isinstance(m, TransformersModel)
-    )  # type: ignore[union-attr]
+
+
+def squared_values(values: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, MetricSums]:
+    return (values.square() * micro.columns["loss_weights"]).sum(), {}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mixtral", "falcon-h1"])
+def test_a_critics_values_and_gradients_are_those_of_the_class(name: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "critic")
+    generator = torch.Generator().manual_seed(3)
+    head = {"score.weight": torch.randn(1, 64, generator=generator), "score.bias": torch.tensor([0.3])}
+    save_file(load_file(folder / "model.safetensors") | head, tmp_path / "critic" / "model.safetensors")
+    batch, model = make_batch(), class_of(folder)
+    weights, expected = batch.ragged("loss_weights"), []
+    for row in batch.ragged("input_ids"):
+        ids = torch.from_numpy(row.astype(np.int64))
+        hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+        values = (hidden @ head["score.weight"].t() + head["score.bias"])[:, 0]
+        expected.append(torch.nn.functional.pad(values, (1, 0)))
+    loss = (torch.cat(expected).square() * torch.from_numpy(weights.values)).sum()
+    loss.backward()
+
+    critic = MegatronCritic(tmp_path / "critic", OPTIONS)
+    found = critic.values(batch).values
+    assert np.abs(found - torch.cat(expected).detach().numpy()).max() <= 2e-5 * np.abs(found).max()
+    result = critic.train_step(batch, squared_values)
+    assert relative(result.loss, float(loss.detach())) <= 1e-5
+    inner = model_of(critic, "critic")
     assert inner.is_packed == (name not in UNPACKED)
+    own = folder_views(inner.inner, {n: p.main_grad for n, p in inner.inner.named_parameters() if p.requires_grad})
+    class_gradients = folder_views(model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    scale = max(result.grad_norm, OPTIONS.clip_grad) / OPTIONS.clip_grad  # they are clipped in place
+    assert class_gradients.keys() <= own.keys()
+    for tensor, gradient in class_gradients.items():
+        difference = (own[tensor].float() * scale - gradient).abs().max()
+        assert float(difference) <= 1e-4 * float(gradient.abs().max()) + 1e-6 * result.grad_norm, tensor
     critic.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2",
+        "phimoe",
+        "qwen3-next",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("phi3", "falcon", "gpt-oss", "falcon-h1", "bloom")),
+    ],
+)
+def test_an_adapter_trains_as_in_peft_and_is_served(name: str, folder: Path, tmp_path: Path) -> None:
+    lora, batch = LoraOptions(rank=4, alpha=8.0, target_modules=("all-linear",)), make_batch()
+    learner = MegatronLearner(folder, replace(OPTIONS, learning_rate=1e-2), lora=lora)
+    for _ in range(2):  # B begins with 0
+        learner.train_step(batch, supervised_objective)
+    learner.save(tmp_path / "saved")
+    model = PeftModel.from_pretrained(class_of(folder), tmp_path / "saved" / "adapter", is_trainable=True)
+    own = [class_logprobs(model, row) for row in batch.ragged("input_ids")]
+    found = learner.logprobs(batch)
+    assert np.abs(found.values - torch.cat(own).detach().numpy()).max() <= 2e-5
+    loss = -(torch.cat(own) * torch.from_numpy(batch.ragged("loss_weights").values)).sum()
+    loss.backward()
+    norm = float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
+
+    async def serve() -> float:
+        options = TransformersOptions(dtype="float32", device="cpu", max_model_len=64, max_lora_rank=4)
+        engine = TransformersEngine(folder, options)
+        await engine.start()
+        try:
+            told = AdapterUpdate(rank=4, base=digest_tensors(learner.export_base()))
+            update = TensorTransport().pack(learner.export_adapter(), version=1, tied=learner.tied, adapter=told)
+            canary = Canary(sequences=list(batch.ragged("input_ids")), logprobs=list(found))
+            report = await publish_weights(update, [engine], canary=canary, tolerances=ProofTolerances())
+        finally:
+            await engine.close()
+        return report.canary_max_diff
+
+    assert asyncio.run(serve()) <= 1e-4
+    result = learner.train_step(batch, supervised_objective)
+    assert relative(result.loss, float(loss.detach())) <= 1e-5
+    assert relative(result.grad_norm, norm) <= 1e-5
+    assert not any("router" in name or "mamba.out_proj" in name for name in learner.export_adapter())
+    learner.close()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gptj", "mixtral", "qwen3-next", "mamba"])
+def test_the_same_way_is_chosen_in_bfloat16(name: str, folder: Path) -> None:
+    """The logprobs of GPT-J's small weights differ by less than rounding, but its rows see one another if packed."""
+    learner = MegatronLearner(folder, replace(OPTIONS, dtype="bfloat16"))
+    assert model_of(learner).is_packed == (name not in UNPACKED)
+    learner.close()
+
+
+def test_a_way_that_loses_windows_is_noticed_in_bfloat16(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (folders / "mistral-window").exists():
+        make_family("mistral-window", folders / "mistral-window")
+    monkeypatch.setattr(transformers_chunk, "_mask_rule", lambda *_, **__: None)
+    learner = MegatronLearner(folders / "mistral-window", replace(OPTIONS, dtype="bfloat16"))
+    assert not model_of(learner).is_packed
+    learner.close()
+
+
+def test_longrope_is_exact_up_to_the_length_that_fixes_its_angles(tmp_path: Path) -> None:
+    short, long = np.linspace(1.0, 1.5, 8).tolist(), np.linspace(1.0, 8.0, 8).tolist()
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": long}
+    make_family("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=14)
+    learner, batch = MegatronLearner(tmp_path, OPTIONS), make_batch()
+    expected, *_ = class_step(class_of(tmp_path), batch)
+    assert np.abs(learner.logprobs(batch).values - expected).max() <= 2e-5
+    with pytest.raises(ShapeError, match=r"at most 14 tokens.*row 1 has 15"):
+        learner.logprobs(make_batch((9, 15)))
+    learner.close()
+
+
+def test_a_conversion_that_writes_into_its_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is the parameter itself there, which would change."""
+
+    def writes(_: Any, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return {name: tensor.clone().mul_(2.0) for name, tensor in tensors.items()}
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", writes)
+    with pytest.raises(SettingsError, match="transformers computes tensor 'weight' of Linear's folder"):
+        folder_views(torch.nn.Linear(2, 2), {"weight": torch.ones(2, 2)})
 
 
 def test_prefixes_are_not_shared_if_sharing_changes_the_logprobs(

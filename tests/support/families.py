@@ -75,6 +75,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", PLAIN | {"sliding_window": None}),
     "phi": ("phi", PLAIN),
     "olmo": ("olmo", PLAIN),
+    "opt": (
+        "opt",
+        {"vocab_size": 128, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
     "olmo2": ("olmo2", PLAIN),
     "olmo3": ("olmo3", PLAIN | WINDOW),
     "smollm3": ("smollm3", PLAIN | {"no_rope_layer_interval": 2}),
@@ -164,14 +168,14 @@ IN_CI = (
 """One family for each mechanism; the soak runs all."""
 
 
-def make_family(name: str, folder: Path) -> None:
-    """Write the random model of a family, without a tokenizer."""
+def make_family(name: str, folder: Path, **changes: Any) -> None:
+    """Write the random model of a family, or of a changed configuration, without a tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, fields = FAMILIES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **fields)
+    config = AutoConfig.for_model(kind, **fields, **changes)
     model = AutoModelForCausalLM.from_config(
         config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32
     )
