@@ -186,7 +186,8 @@ def linear_modules(text: str) -> dict[str, tuple[int, ...]]:
 
 def _is_called(model: Any, name: str) -> bool:
     path, _, own = name.rpartition(".")
-    return not re.search(rf"self\.{own}\.weight\b(?!\.(dtype|device|shape))", _source(type(model.get_submodule(path))))
+    parent: Any = type(model.get_submodule(path))
+    return not re.search(rf"self\.{own}\.weight\b(?!\.(dtype|device|shape))", _source(parent))
 
 
 @lru_cache(maxsize=64)
