@@ -30,8 +30,10 @@ from rl_core.weights import (
 )
 from rl_core.weights.broadcast import BroadcastTransport, SenderOptions, join_offers, offer_from_rank
 from rl_core.weights.transports import SharedFileTransport
+from rl_rollout.engines import transformers_stepper
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
+from rl_rollout.engines.transformers_stepper import TransformersStepper
 from rl_rollout.engines.weight_checks import each_expert, tensor_shapes
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.testing import EngineConformance, begin, generate, reference_logprobs, refuses
@@ -455,3 +457,69 @@ def test_a_tokenizer_gives_the_text_of_a_response(tied_model_dir: Path) -> None:
         text = tokenizer.response_text([2, 3], skip_special_tokens=skip)
         (whole,) = tokenizer.decode([ids], skip_special_tokens=skip)
         assert text.feed(ids.tolist()) + text.finish() == whole
+
+
+BFLOAT16 = TransformersOptions(max_model_len=128, dtype="bfloat16")
+
+
+def chosen(model_dir: Path, options: TransformersOptions = BFLOAT16) -> tuple[str, str]:
+    """Return the attention and the way to advance batches that an engine chooses."""
+    stepper = TransformersStepper(model_dir, options)
+    return str(stepper._model.config._attn_implementation), stepper._way
+
+
+@pytest.mark.parametrize("options", [OPTIONS, BFLOAT16], ids=["float32", "bfloat16"])
+def test_kernels_and_batches_are_chosen_by_their_numbers(
+    tied_model_dir: Path, options: TransformersOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chosen(tied_model_dir, options) == ("sdpa", "cached")
+    right, padded = transformers_stepper.sdpa_attention_forward, transformers_stepper._padded
+
+    def unscaled(*args: Any, scaling: float, **others: Any) -> Any:
+        return right(*args, scaling=2 * scaling, **others)
+
+    def unmasked(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, mask = padded(*args)
+        return ids, torch.ones_like(mask)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers_stepper, "sdpa_attention_forward", unscaled)
+        assert chosen(tied_model_dir, options)[0] == "eager"
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers_stepper, "_padded", unmasked)
+        assert chosen(tied_model_dir, options)[1] == "alone"
+
+
+def test_attention_that_is_the_only_one_stays(tied_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no eager attention")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", refuse)
+    assert chosen(tied_model_dir) == ("sdpa", "cached")
+
+
+def test_a_folder_does_not_choose_kernels(tied_model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tied_model_dir, tmp_path / "named")
+    config = json.loads((tmp_path / "named" / "config.json").read_text())
+    config |= {"attn_implementation": "flex_attention", "_attn_implementation": "flex_attention"}
+    (tmp_path / "named" / "config.json").write_text(json.dumps(config | {"experts_implementation": "batched_mm"}))
+    stepper = TransformersStepper(tmp_path / "named", OPTIONS)
+    assert stepper._model.config._attn_implementation == "sdpa"
+    assert stepper._model.config._experts_implementation != "batched_mm"
+
+
+@pytest.mark.parametrize("way", ["padded", "alone"])
+def test_batches_without_a_cache_give_the_same_tokens_and_scores(
+    way: Literal["padded", "alone"], tied_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_cache = started(tied_model_dir)
+    monkeypatch.setattr(transformers_stepper, "_choose_way", lambda _: way)
+    without = started(tied_model_dir)
+    rows = [PROMPT, np.array([7, 3], dtype=np.int32)]
+    texts = [generate(engine, num_samples=3, seed=4) for engine in (with_cache, without)]
+    assert [one.token_ids.tolist() for one in texts[0]] == [one.token_ids.tolist() for one in texts[1]]
+    scores = [asyncio.run(engine.score(rows)) for engine in (with_cache, without)]
+    for one, other in zip(*scores, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    for engine in (with_cache, without):
+        asyncio.run(engine.close())

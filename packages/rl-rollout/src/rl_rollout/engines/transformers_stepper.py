@@ -1,16 +1,19 @@
 """A Hugging Face causal model as a `Stepper`. Importing this imports torch and transformers."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import structlog
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers import __version__ as transformers_version
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rl_core.errors import EngineError
@@ -62,8 +65,15 @@ class TransformersStepper:
         dtype: torch.dtype = getattr(torch, options.dtype)
         try:
             with _no_progress_bar():
+                config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+                config._attn_implementation = config._experts_implementation = None  # a folder chooses no kernels
                 model = AutoModelForCausalLM.from_pretrained(
-                    model_dir, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False
+                    model_dir,
+                    config=config,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
                 )
         except Exception as error:  # a damaged folder raises many types
             raise EngineError(
@@ -98,6 +108,8 @@ class TransformersStepper:
         check_first_weights(probes, live, model_dir=model_dir, dtype=options.dtype)
         _choose_attention(self._model)
         self._way = _choose_way(self._model)
+        attention = self._model.config._attn_implementation
+        log.info("class_computes", architecture=type(self._model).__name__, attention=attention, batches=self._way)
 
     @property
     def traits(self) -> EngineTraits:
@@ -267,30 +279,30 @@ class _Batch:
         self._mask = torch.empty(0)
 
     def forward(self, model: torch.nn.Module, served: "_Served") -> torch.Tensor:
-        """Return [N, T, V] logits of new tokens: all at the start or after a weight update, else one."""
+        """Return [N, T, V] logits of new tokens: at least the last of each sample; when scoring, all."""
         device = next(model.parameters()).device
+        rows = [sample.input_ids + sample.token_ids for sample in self.samples]
         if self._way != "cached":
             self.served = served
-            rows = [sample.input_ids + sample.token_ids for sample in self.samples]
-            return _logits_of_rows(model, rows, is_padded=self._way == "padded")
+            groups = [rows] if self._way == "padded" else [[row] for row in rows]
+            parts = [self._logits(model, *_padded(group, device), use_cache=False) for group in groups]
+            width = max(part.shape[1] for part in parts)
+            return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[1], 0)) for part in parts])
         if self.cache is None:
-            rows = [sample.input_ids + sample.token_ids for sample in self.samples]
-            width = max(len(row) for row in rows)
-            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
-            lengths = torch.tensor([len(row) for row in rows], device=device)
-            self._mask = (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
+            ids, self._mask = _padded(rows, device)
             self.cache, self.served = DynamicCache(config=model.config), served
         else:
-            ids = torch.tensor([[sample.token_ids[-1]] for sample in self.samples], device=device)
+            ids = torch.tensor([row[-1:] for row in rows], device=device)
             self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
-        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        logits: torch.Tensor = model(
-            input_ids=ids,
-            attention_mask=self._mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            logits_to_keep=0 if self.is_scoring else 1,
-        ).logits
+        return self._logits(model, ids, self._mask, past_key_values=self.cache)
+
+    def _logits(self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, **cache: Any) -> torch.Tensor:
+        """Return [N, T, V] logits, only the last ones where the class can leave out the others."""
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        optional = {"position_ids": positions, "logits_to_keep": 0 if self.is_scoring else 1}
+        taken = inspect.signature(model.forward).parameters
+        cache |= {name: value for name, value in optional.items() if name in taken}
+        logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, **cache).logits
         return logits
 
     def keep(self, indices: list[int]) -> None:
@@ -328,21 +340,16 @@ def _scores(logits: torch.Tensor, sample: Sample) -> TokenScores:
 _Way = Literal["cached", "padded", "alone"]
 """How a batch advances: with a cache; recomputed, with its rows padded on the left; or recomputed row by row."""
 
+ROUNDING_FLOAT32, ROUNDING_BFLOAT16 = 1e-4, 0.05
+"""Maximum mean difference of logprobs, in nats, by rounding alone; in tests, it is at most 3e-6 and 0.03."""
 
-def _logits_of_rows(model: torch.nn.Module, rows: Sequence[list[int]], *, is_padded: bool) -> torch.Tensor:
-    """Return [N, T, V] logits of rows aligned on the right, without a cache."""
-    device = next(model.parameters()).device
-    if not is_padded:
-        parts = [_logits_of_rows(model, [row], is_padded=True)[0] for row in rows]
-        width = max(map(len, rows))
-        return torch.stack([torch.nn.functional.pad(part, (0, 0, width - len(part), 0)) for part in parts])
+
+def _padded(rows: Sequence[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [N, T] ids of rows, padded on the left, and their mask."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
-    mask = (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    return logits
+    return ids, (torch.arange(width, device=device) >= width - lengths.unsqueeze(-1)).long()
 
 
 @torch.inference_mode()
@@ -353,15 +360,13 @@ def _choose_way(model: PreTrainedModel) -> _Way:
         Sample(input_ids=[token % vocab_size for token in tokens], sampling=SamplingParams(max_tokens=4), seed=0)
         for tokens in ((1, 2, 3, 4, 5), (6, 7), (3, 8, 9))
     ]
-    most = 1e-4 if model.dtype == torch.float32 else 0.2
     ways: tuple[_Way, ...] = ("cached", "padded")
     for way in ways:
         batch, worst = _Batch(list(samples), way), 0.0
         try:
             for _ in range(2):  # at first three samples, then two of them
                 found = batch.forward(model, _Served(0))[:, -1].float().log_softmax(-1)
-                rows = [sample.input_ids + sample.token_ids for sample in batch.samples]
-                own = _logits_of_rows(model, rows, is_padded=False)[:, -1].float().log_softmax(-1)
+                own = _Batch(batch.samples, "alone").forward(model, _Served(0))[:, -1].float().log_softmax(-1)
                 worst = max(worst, float((found - own).abs().mean()))
                 for sample in samples:
                     sample.token_ids.append(1)
@@ -371,7 +376,7 @@ def _choose_way(model: PreTrainedModel) -> _Way:
             worst = float("inf")
         for sample in samples:
             sample.token_ids.clear()
-        if worst <= most:
+        if worst <= _most(model):
             return way
         log.warning("slow_batches", architecture=type(model).__name__, cannot=way)
     return "alone"
@@ -380,18 +385,34 @@ def _choose_way(model: PreTrainedModel) -> _Way:
 @torch.inference_mode()
 def _choose_attention(model: PreTrainedModel) -> None:
     """Compute attention as the class itself does where torch's kernel differs, for example without a cap of scores."""
-    config = model.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None):
+    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    chosen, ignored = model.config._attn_implementation, set[str]()
+
+    def noting(*args: Any, **others: Any) -> Any:
+        ignored.update(name for name in ("softcap", "s_aux") if others.get(name) is not None)
+        return sdpa_attention_forward(*args, **others)
+
+    def logprobs() -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits.float().log_softmax(-1)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = noting
+    try:
+        fast = logprobs()
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
         model.set_attn_implementation("eager")
+        difference = float((fast - logprobs()).abs().mean())
+    except Exception as error:  # a class may lack it
+        log.info("attention_not_compared", architecture=type(model).__name__, error=f"{type(error).__name__}: {error}")
         return
-    ids = torch.arange(8, device=model.device)[None] % config.vocab_size
-    chosen = model.config._attn_implementation
-    fast = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-    model.set_attn_implementation("eager")
-    own = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-    most = 1e-4 if model.dtype == torch.float32 else 0.1
-    if float((fast - own).abs().mean()) <= most:
+    if difference <= _most(model) and not ignored:
         model.set_attn_implementation(chosen)
+
+
+def _most(model: PreTrainedModel) -> float:
+    return ROUNDING_FLOAT32 if model.dtype == torch.float32 else ROUNDING_BFLOAT16
 
 
 @contextmanager
