@@ -122,6 +122,18 @@ def test_the_plan_says_that_and_why_a_mixture_trains_without_replay(
     assert "replay" not in dense
 
 
+def test_the_plan_says_that_a_class_of_transformers_does_not_replay(tmp_path: Path) -> None:
+    inputs, why = invented_inputs(train=30), "transformers' class cannot be given the engine's experts"
+    mixtral = {**MIXTURE, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    for config, changes in ((mixtral, {}), (MIXTURE, {"policy": {"backend": "transformers"}})):
+        settings = settings_of(tmp_path, config, **changes)
+        assert why in describe_plan(settings, inputs)
+        assert expert_shape(settings) is None
+        assert not engine_options(settings).capture_experts
+    dense = {name: value for name, value in DENSE.items() if "expert" not in name}
+    assert why not in describe_plan(settings_of(tmp_path, dense, policy={"backend": "transformers"}), inputs)
+
+
 def test_a_canary_proves_a_bfloat16_mixture_where_the_learner_replays(tmp_path: Path) -> None:
     coarse = {"dtype": "bfloat16"}
     settings = settings_of(tmp_path, vllm=coarse)

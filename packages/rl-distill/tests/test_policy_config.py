@@ -1,11 +1,14 @@
 """Reading config.json in the formats of both versions of transformers."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rl_core.errors import DataError, SettingsError
+from rl_core import Batch, Ragged
+from rl_core.errors import DataError, SettingsError, ShapeError
 from rl_distill.architecture.mixture_config import MixtureConfig, SigmoidRouting
 from rl_distill.architecture.policy_config import (
     SUPPORTED_ARCHITECTURES,
@@ -15,6 +18,7 @@ from rl_distill.architecture.policy_config import (
 )
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.architecture.transformers_model import read_config
+from rl_distill.stepping import check_tokens
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -420,3 +424,14 @@ def test_a_folder_with_whole_numbers_is_refused_by_name():
 
     with pytest.raises(SettingsError, match=r"tensor 'model\.layers\.0\..*\.tid2eid' of .* has whole"):
         tensor_shapes(parse_policy_config({**class_of, **sizes, "moe_intermediate_size": 32, "n_routed_experts": 4}))
+
+
+def test_experts_cannot_be_given_to_the_routers_of_a_class(make_batch: Callable[..., Batch]):
+    config = parse_policy_config({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"})
+    batch = make_batch((3, 4))
+    experts = Ragged(np.zeros((7, 32, 2), np.int16), batch.ragged("input_ids").offsets)
+
+    assert config.is_routed_by_class
+    assert not parse_policy_config(PHI3).is_routed_by_class
+    with pytest.raises(ShapeError, match="cannot be replayed: MixtralForCausalLM is computed by transformers' class"):
+        check_tokens(batch.with_columns({"routed_experts": experts}), config)

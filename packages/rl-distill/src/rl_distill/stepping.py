@@ -136,6 +136,11 @@ def check_tokens(batch: Batch, config: PolicyConfig) -> None:
 
 
 def _check_experts(chosen: Ragged, config: PolicyConfig) -> None:
+    if config.model_json:
+        raise ShapeError(
+            f"routed_experts cannot be replayed: {config.architecture} is computed by transformers' class, whose "
+            "routers choose for themselves. Drop the column."
+        )
     if config.mixture is None:
         raise ShapeError("routed_experts need a mixture of experts; this policy is dense. Drop the column.")
     wanted = (config.num_layers, config.mixture.top_k)

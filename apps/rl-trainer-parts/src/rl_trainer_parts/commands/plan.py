@@ -82,7 +82,7 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield from _ranks(settings, inline_rank)
     yield f"  engine     {rollout.engine}, {settings.vllm.dtype}, {where}; loop {rollout.loop}"
     yield from (f"{INDENT}{line}" for line in loop_lines)
-    yield from _replay(settings)
+    yield from _replay(settings, config)
     yield f"{INDENT}responses end at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
@@ -94,7 +94,7 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield from _teachers(settings)
 
 
-def _replay(settings: Settings) -> Iterator[str]:
+def _replay(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     """Lines about a mixture of experts: whether the learner replays the engine's routing."""
     if expert_shape(settings) is not None:
         yield f"{INDENT}records each token's experts, which the learner replays"
@@ -103,6 +103,9 @@ def _replay(settings: Settings) -> Iterator[str]:
         yield f"{INDENT}{why_not_replayed(settings)}"
         if math.isinf(proof_tolerances(settings).canary):
             yield f"{INDENT}so only tensors, not logprobs, prove weight updates; set trainer.proof_tolerance"
+    elif config.is_routed_by_class:
+        yield f"{INDENT}a mixture without replay: some tokens train other experts than the engine used, because"
+        yield f"{INDENT}transformers' class cannot be given the engine's experts"
 
 
 def _engine_place(settings: Settings) -> str:

@@ -25,6 +25,7 @@ from rl_distill.architecture.transformers_model import (
     check_fields,
     default_router_loss,
     dimensions,
+    has_experts,
     model_tied,
 )
 
@@ -166,6 +167,11 @@ class PolicyConfig:
     def has_qk_norm(self) -> bool:
         """True if queries and keys are normalized per head."""
         return self.family.has_qk_norm or self.use_qk_norm
+
+    @property
+    def is_routed_by_class(self) -> bool:
+        """True for a mixture of experts that transformers' class computes, whose routing cannot be replayed."""
+        return bool(self.model_json) and has_experts(self.model_json)
 
     @property
     def num_experts(self) -> int:

@@ -228,6 +228,20 @@ def head_name(text: str) -> str:
     return next(iter(folder_views(model, {name: head.weight})))
 
 
+def has_experts(text: str) -> bool:
+    """Return whether the model is a mixture of experts: a field, at any depth, counts several."""
+
+    def counts(config: Mapping[str, Any]) -> bool:
+        return any(
+            counts(value)
+            if isinstance(value, Mapping)
+            else str(name).endswith("experts") and type(value) is int and value > 1
+            for name, value in config.items()
+        )
+
+    return counts(read_config(text).to_dict())
+
+
 def default_router_loss(text: str) -> float:
     """Return the coefficient of the auxiliary router loss, the class's own if config.json has none."""
     return float(getattr(read_config(text).get_text_config(), "router_aux_loss_coef", None) or 0.0)
