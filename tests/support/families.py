@@ -169,13 +169,13 @@ IN_CI = (
 
 
 def make_family(name: str, folder: Path, **changes: Any) -> None:
-    """Write the random model of a family, or of a changed configuration, without a tokenizer."""
+    """Write the random model of a family, without a tokenizer; `changes` replace fields of its configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, fields = FAMILIES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **fields, **changes)
+    config = AutoConfig.for_model(kind, **(fields | changes))
     model = AutoModelForCausalLM.from_config(
         config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32
     )
