@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor
@@ -161,6 +162,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
     Attributes:
         is_packed: True if rows are computed end to end, without padding.
         shares_prefixes: True if attention computes shared prefixes of rows once.
+        calls_group: Ranks that gather weights together, and so call the layers equally often; None for no other.
     """
 
     def __init__(
@@ -170,6 +172,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         *,
         head: Head = "policy",
         lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Build the model; `settle` follows once its weights are loaded.
 
@@ -178,7 +181,9 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             config: Megatron's configuration of the policy.
             head: Output of the model.
             lora: Options of the adapter; rank 0 for none.
+            dtype: Dtype of the parameters; None for that of the computation.
         """
+        dtype = dtype or config.params_dtype
         torch.nn.Module.__init__(self)
         AttentionInterface.register(PACKED, _attention)
         AttentionMaskInterface.register(PACKED, _mask_rule)
@@ -187,7 +192,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self.pre_process = self.post_process = True
         self.share_embeddings_and_output_weights = False
         self.vp_stage = None
-        self.inner = build_model(policy.model_json, attn_implementation="eager", dtype=config.params_dtype)
+        self.inner = build_model(policy.model_json, attn_implementation="eager", dtype=dtype)
         if config.recompute_granularity == "full":
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
         for name in adapted_modules(policy, lora):
@@ -202,12 +207,13 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             output = self.inner.get_output_embeddings()
             path, _, own = next(n for n, m in self.inner.named_modules() if m is output).rpartition(".")
             setattr(self.inner.get_submodule(path), own, torch.nn.Identity())
-            self.value_head = torch.nn.Linear(policy.hidden_size, 1, dtype=config.params_dtype)
+            self.value_head = torch.nn.Linear(policy.hidden_size, 1, dtype=dtype)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
         elif self._output is self._input:
             self._output.zero_out_wgrad = True  # type: ignore[attr-defined] # Megatron then adds both gradients
         self.is_packed = self.shares_prefixes = False
+        self.calls_group: dist.ProcessGroup | None = None
         self._head_scale: float | None = 1.0
         self._answer: Any = None
 
@@ -259,7 +265,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             placed = place(batch, min_shared)
             try:
                 self._use(attention, is_packed=is_packed)
-                values = placed.spread(self(placed).values)
+                values = placed.spread(self.forward(placed).values)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # in any way
@@ -344,7 +350,18 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             start += rows * length
             of_rows = (x[part].view(rows, length) for x in (places, mask))
             outs.append(self._base(next(of_rows), attention_mask=next(of_rows)).flatten(0, 1))
-        return torch.cat(outs).index_select(0, index.from_buckets)
+        hidden = torch.cat(outs).index_select(0, index.from_buckets)
+        for _ in range(self._most_calls(len(outs)) - len(outs)):
+            hidden = hidden + 0.0 * self._base(ids[None, :1]).sum()
+        return hidden
+
+    def _most_calls(self, count: int) -> int:
+        """Return how often a rank of the group calls the layers at most."""
+        if self.calls_group is None:
+            return count
+        most = torch.tensor(count, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.calls_group)
+        return int(most)
 
     def _base(self, ids: Tensor, **others: Tensor) -> Tensor:
         """Return [rows, T, H] last hidden states of the layers."""
