@@ -33,7 +33,7 @@ def shard_model(model: TransformersModel, dtype: torch.dtype, *, device: torch.d
     Raises:
         SettingsError: This torch is too old.
     """
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    if not (hasattr(FSDPModule, "set_reduce_scatter_unused_params") and hasattr(FSDPModule, "reset_iter_state")):
         raise SettingsError(f"shard_weights needs torch 2.13 or newer; found {torch.__version__}.")
     whole = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     for parameter in whole:
@@ -50,7 +50,8 @@ def shard_model(model: TransformersModel, dtype: torch.dtype, *, device: torch.d
         sharded.set_gradient_divide_factor(1.0)  # `loss_weights` already normalizes over the global batch
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor
         sharded.set_reduce_scatter_unused_params(True)  # ranks may use different parameters
-    register_fsdp_forward_method(model, TransformersModel.settle.__name__)
+    for method in (TransformersModel._own_results, TransformersModel._find_head_scale):  # which compute without a pack
+        register_fsdp_forward_method(model, method.__name__)
 
 
 def drop_gathered(chunks: Iterable[Any]) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -251,8 +252,11 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self.eval()
         rows = _probe_rows(self._policy.vocab_size)
         batch = _batch(rows)
-        if self.value_head is not None:  # which may be 0
-            kept = self.value_head.weight.clone()
+        own_head = self.value_head
+        if own_head is not None:  # which may be 0
+            self.value_head = torch.nn.Linear(
+                self._policy.hidden_size, 1, bias=False, dtype=self.config.params_dtype, device=self._device
+            )
             self.value_head.weight.normal_(0.0, self._policy.hidden_size**-0.5, generator=_generator(self._device))
         self._use("eager", is_packed=False)
         expected = torch.cat([self._own_results(row) for row in rows])
@@ -265,10 +269,12 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             placed = place(batch, min_shared)
             try:
                 self._use(attention, is_packed=is_packed)
-                values = placed.spread(self.forward(placed).values)
+                values = placed.spread(self(placed).values)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # in any way
+                if isinstance(self, FSDPModule):
+                    self.reset_iter_state()
                 nats, what = float("inf"), f"{attention} ({type(error).__name__}: {error})"
             else:
                 nats, what = float((values - expected).abs().mean()), attention
@@ -290,8 +296,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             )
         self.shares_prefixes = is_packed and difference(attention, is_packed, _SHARED) <= most
         self._use(attention, is_packed=is_packed)
-        if self.value_head is not None:
-            self.value_head.weight.copy_(kept)
+        self.value_head = own_head
         self.train(was_training)
 
     def _use(self, attention: str, *, is_packed: bool) -> None:
