@@ -347,6 +347,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         if self.is_packed:
             self._pack.layout = layout
             return self._base(ids[None], position_ids=positions[None], attention_mask=torch.ones_like(ids)[None])[0]
+        num_calls = self._most_calls(len(layout.buckets))
         index, outs, start = layout.index(1), [], 0
         places = ids.index_select(0, index.to_buckets)
         mask = torch.ones_like(places).index_fill_(0, index.padding, 0)
@@ -356,7 +357,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             of_rows = (x[part].view(rows, length) for x in (places, mask))
             outs.append(self._base(next(of_rows), attention_mask=next(of_rows)).flatten(0, 1))
         hidden = torch.cat(outs).index_select(0, index.from_buckets)
-        for _ in range(self._most_calls(len(outs)) - len(outs)):
+        for _ in range(len(outs), num_calls):
             hidden = hidden + 0.0 * self._base(ids[None, :1]).sum()
         return hidden
 
