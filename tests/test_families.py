@@ -11,13 +11,16 @@ import pytest
 import torch
 from families import FAMILIES, IN_CI, make_family
 from numpy.typing import NDArray
+from offered_weights import OfferedTo, assert_offered
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.data import FloatArray, offsets_of
 from rl_core.weights import Canary, ProofTolerances, TensorTransport, folder_views, publish_weights
+from rl_core.weights.broadcast import SenderOptions
 from rl_distill import LearnerOptions, ParallelOptions
 from rl_distill.megatron import transformers_chunk
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
+from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.objectives.policy import supervised_objective
@@ -27,9 +30,16 @@ from rl_rollout.engines.transformers import TransformersEngine
 OPTIONS = LearnerOptions(
     learning_rate=1e-3, micro_batch_tokens=18, shared_prefix_tokens=4, weight_decay=0.0, num_threads=1
 )
+CALM = replace(OPTIONS, eps=1e-5)
+"""Options under which gradients that are zero but for rounding hardly move a weight."""
+DIVIDED = ("gpt2", "gemma2", "mixtral", "gpt-oss", "falcon-h1")
+"""Families that ranks divide in CI: tied heads, windows, experts in three axes, sinks and convolutions."""
 UNPACKED = ("bloom", "falcon", "gptj", "qwen3-next", "qwen3.5", "lfm2", "falcon-h1", "granite-hybrid", "mamba")
 """Families whose rows are padded: their layers keep a state, or do not use a replaceable attention."""
 
+divided = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DIVIDED else pytest.mark.soak) for name in FAMILIES]
+)
 families = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.soak) for name in FAMILIES]
 )
@@ -85,6 +95,14 @@ def model_of(learner: MegatronLearner | MegatronCritic, name: str = "policy") ->
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Iterator[LearnerRanks]:
+    """Two ranks that divide weights, gradients and moments."""
+    ranks = LearnerRanks(ParallelOptions(ranks=2, shard_weights=True), num_threads=1)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture
@@ -222,3 +240,65 @@ def test_two_ranks_compute_what_one_computes(folders: Path) -> None:
                 assert relative(two.grad_norm, one.grad_norm) <= 1e-5
     finally:
         ranks.close()
+
+
+@divided
+def test_ranks_that_divide_the_weights_compute_what_one_computes(
+    name: str, folder: Path, sharded: LearnerRanks
+) -> None:
+    """Also: they export and send the same tensors, and each holds half of everything."""
+    batch = make_batch()
+    one, two = (MegatronLearner(folder, CALM, ranks=ranks) for ranks in (None, sharded))
+    assert two.num_parameters == one.num_parameters
+    assert np.abs(two.logprobs(batch).values - one.logprobs(batch).values).max() <= 2e-5
+    for _ in range(3):
+        expected, found = (learner.train_step(batch, supervised_objective) for learner in (one, two))
+        assert relative(found.loss, expected.loss) <= 1e-5
+        assert relative(found.grad_norm, expected.grad_norm) <= 1e-5
+    weights, exported = one.export_weights(), two.export_weights()
+    assert list(exported) == list(weights)
+    assert all(torch.allclose(exported[tensor], weights[tensor], rtol=0, atol=1e-3) for tensor in weights)
+    engine, update = OfferedTo(), two.offer_weights(SenderOptions(deadline_s=20.0), version=1)
+    assert_offered(engine.take(update)[0], update, exported)
+    engine.close()
+    whole, (first, second) = one._call_all(RankModel.memory)[0], two._call_all(RankModel.memory)
+    for of_one, *of_two in zip(whole, first, second, strict=True):
+        assert max(of_two) <= 0.55 * of_one + 2000  # one more row, and a router's bias
+    one.close()
+    two.close()
+
+
+@divided
+def test_divided_weights_are_saved_and_resumed_on_any_ranks(
+    name: str, folder: Path, sharded: LearnerRanks, tmp_path: Path
+) -> None:
+    batch = make_batch()
+    two = MegatronLearner(folder, CALM, ranks=sharded)
+    assert all(torch.equal(tensor, class_tensor) for tensor, class_tensor in same_tensors(two, class_of(folder)))
+    two.train_step(batch, supervised_objective)
+    two.save(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in same_tensors(two, class_of(tmp_path / "saved" / "policy")))
+    again, one = (MegatronLearner(folder, CALM, ranks=ranks, name="other") for ranks in (sharded, None))
+    for other in (again, one):
+        other.load(tmp_path / "saved")
+        assert all(torch.equal(a, b) for a, b in zip(values(other), values(two), strict=True))
+    first, second, third = (learner.train_step(batch, supervised_objective) for learner in (two, again, one))
+    assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(values(again), values(two), strict=True))
+    assert relative(third.loss, first.loss) <= 1e-5
+    assert relative(third.grad_norm, first.grad_norm) <= 1e-5
+    one.save(tmp_path / "by one")
+    again.load(tmp_path / "by one")
+    assert all(torch.equal(a, b) for a, b in zip(values(again), values(one), strict=True))
+    for learner in (two, again, one):
+        learner.close()
+
+
+def values(learner: MegatronLearner) -> list[torch.Tensor]:
+    return list(learner.export_weights().values())
+
+
+def same_tensors(learner: MegatronLearner, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each exported tensor beside the model's."""
+    stored = folder_views(model, model.state_dict())
+    return [(tensor, stored[name]) for name, tensor in learner.export_weights().items()]

@@ -102,7 +102,7 @@ def _whole_problems(parallel: ParallelOptions, config: PolicyConfig, lora: LoraO
     if parallel.shard_weights and parallel.distributed_optimizer:
         yield "shard_weights = true already divides the optimizer's state. Set distributed_optimizer = false."
     if parallel.shard_weights and lora.rank:
-        yield f"shard_weights = true cannot train adapters; found lora.rank = {lora.rank}. Set one of them to its default."
+        yield f"shard_weights = true cannot train adapters; found lora.rank = {lora.rank}. Set one to its default."
     if parallel.expert_tensor not in (None, 1):
         yield f"expert_tensor = {parallel.expert_tensor} needs layers that ranks can divide. Leave it at none."
 
