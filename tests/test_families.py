@@ -30,7 +30,7 @@ from rl_rollout.engines.transformers import TransformersEngine
 OPTIONS = LearnerOptions(
     learning_rate=1e-3, micro_batch_tokens=18, shared_prefix_tokens=4, weight_decay=0.0, num_threads=1
 )
-CALM = replace(OPTIONS, eps=1e-5)
+CALM = replace(OPTIONS, learning_rate=1e-4, eps=1e-5)
 """Options under which gradients that are zero but for rounding hardly move a weight."""
 DIVIDED = ("gpt2", "gemma2", "mixtral", "gpt-oss", "falcon-h1")
 """Families that ranks divide in CI: tied heads, windows, experts in three axes, sinks and convolutions."""

@@ -152,10 +152,11 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
     for parameter in parameters.values():
         parameter.zero_()  # rows that pad the vocabulary stay zero
     for block in chunk_blocks(parameters, plan, shard):
+        dtype = plan.dtype if block.is_divided else block.view.dtype
         if tensors is not None and (block.name in tensors or block.name not in VALUE_HEAD.values()):
-            block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=block.view.dtype))
+            block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=dtype))
         elif tensors is None and block.name not in VALUE_HEAD.values():
-            whole = random_tensor(block.name, block.shape, plan)
+            whole = random_tensor(block.name, block.shape, plan).to(dtype)
             block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 
