@@ -27,8 +27,14 @@ OPTIMIZER: dict[str, Any] = {
 }
 """Options of AdamW on both sides; no weight decay on norms. Gradients are clipped in every step."""
 
+FAMILIES = {
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+}
+"""Fields of config.json by the name of an architecture."""
+
 _SHARED = {
-    "architectures": ["Qwen3ForCausalLM"],
+    **FAMILIES["qwen3"],
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
@@ -68,10 +74,11 @@ class Preset:
 
 
 def num_parameters(policy: dict[str, Any]) -> int:
-    """Number of parameters of a dense Qwen3 with a tied head; the embedding counts once."""
+    """Number of parameters of a dense Qwen3 or Llama with a tied head; the embedding counts once."""
     hidden, head = policy["hidden_size"], policy["head_dim"]
     heads, groups = policy["num_attention_heads"], policy["num_key_value_heads"]
-    attention = hidden * head * (2 * heads + 2 * groups) + 2 * head
+    norms = 2 * head if policy["model_type"] == "qwen3" else 0
+    attention = hidden * head * (2 * heads + 2 * groups) + norms
     layer = attention + 3 * hidden * policy["intermediate_size"] + 2 * hidden
     return int(policy["num_hidden_layers"] * layer + hidden + policy["vocab_size"] * hidden)
 

@@ -1,10 +1,12 @@
 """Compare the Megatron learner with transformers on padded batches: same model, weights, tokens and optimizer.
 
-    nox -s bench -- learner [--preset 8m] [--rounds 5] [--threads 1] [--workload equal,ragged] [--quick] [--json FILE]
+    nox -s bench -- learner [--preset 8m] [--family llama] [--rounds 5] [--threads 1] [--workload equal,ragged]
+        [--quick] [--json FILE]
 
 Both sides are processes that take turns, one step each; benchmarks/README.md describes the measurements. On a GPU the
-preset is 0.6b, the shape of Qwen3-0.6B in bfloat16. --quick runs one round of a tiny preset. --control adds
-transformers with MKL's code path for Intel processors, which MKL does not use on others.
+preset is 0.6b, the shape of Qwen3-0.6B in bfloat16. --family llama takes Llama's layers instead. --quick runs one
+round of a tiny preset. --control adds transformers with MKL's code path for Intel processors, which MKL does not use on
+others.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from _children import BENCHMARKS, ChildFailedError, Peer
 from _learner_summary import (
     CONTROL,
     OURS,
+    OURS_CLASS,
     PEER,
     UNSHARED,
     DisagreementError,
@@ -37,10 +40,10 @@ from _learner_summary import (
     model_flops,
     result_row,
 )
-from _learner_workload import EXPERTS, OPTIMIZER, PRESETS, SHARED, WHOLE_GROUPS, WORKLOADS, Preset, make_rows
+from _learner_workload import EXPERTS, FAMILIES, OPTIMIZER, PRESETS, SHARED, WHOLE_GROUPS, WORKLOADS, Preset, make_rows
 
 SIDES = {OURS: "our_learner.py", PEER: "transformers_learner.py", UNSHARED: "our_learner.py"}
-SIDES[CONTROL] = SIDES[PEER]
+SIDES[CONTROL], SIDES[OURS_CLASS] = SIDES[PEER], SIDES[OURS]
 STEP_TIMEOUT_S = 600.0
 
 
@@ -54,7 +57,8 @@ def main(words: Sequence[str]) -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the sides as Ctrl-C does
     preset = PRESETS[options.preset]
-    preset = replace(preset, budget=options.budget or preset.budget)
+    policy = {**preset.policy, **FAMILIES[options.family]}
+    preset = replace(preset, budget=options.budget or preset.budget, policy=policy)
     report = new_report(options, preset)
     say(f"{preset.num_parameters:,} parameters, {preset.dtype}, {options.threads} threads, {options.rounds} rounds")
     try:
@@ -84,6 +88,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     default = "0.6b" if torch.cuda.is_available() else "8m"
     workloads = WORKLOADS if torch.cuda.is_available() else (*WORKLOADS, EXPERTS)
     parser.add_argument("--preset", choices=list(PRESETS), default=default, help="size of model and batch")
+    parser.add_argument("--family", choices=list(FAMILIES), default="qwen3", help="architecture of the model")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side, after a warm-up")
     parser.add_argument("--threads", type=int, default=1, help="threads of each side, on a CPU")
     parser.add_argument("--budget", type=int, help="maximum tokens of a micro-batch, with padding")
@@ -102,8 +107,9 @@ def write_policy(preset: Preset, folder: Path) -> None:
     """Write random weights, the same for both sides."""
     torch.manual_seed(0)
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.Qwen3Config(**preset.policy)
-    model = transformers.Qwen3ForCausalLM(config).to(getattr(torch, preset.dtype))
+    config = transformers.AutoConfig.for_model(**preset.policy)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model.to(getattr(torch, preset.dtype))
     model.save_pretrained(folder)
 
 
@@ -153,7 +159,7 @@ def budget_of(workloads: Sequence[str], options: argparse.Namespace) -> int:
 def sides_of(workload: str, options: argparse.Namespace) -> list[str]:
     """Return the sides that take turns; with shared prefixes, also our learner computing each row separately."""
     others = [side for side, is_there in ((UNSHARED, workload in SHARED), (CONTROL, options.control)) if is_there]
-    return [OURS, PEER, *others]
+    return [OURS, PEER, OURS_CLASS, *others]
 
 
 def start(side: str, options: argparse.Namespace, folder: Path, *, budget: int) -> Peer:
@@ -172,6 +178,8 @@ def start(side: str, options: argparse.Namespace, folder: Path, *, budget: int) 
     }
     if side == UNSHARED:
         variables["SHARED_PREFIX_TOKENS"] = "0"
+    if side == OURS_CLASS:
+        variables["POLICY_BACKEND"] = "transformers"
     if side == CONTROL:
         variables["LD_PRELOAD"] = str(intel_for_mkl(folder))
     return Peer(side, command, folder, variables=variables)
@@ -234,9 +242,11 @@ def add_workload(report: dict[str, Any], workload: str, preset: Preset, found: M
         num_parameters=preset.num_parameters, lengths=lengths, attention_size=sizes[0] * sizes[1] * sizes[2]
     )
     report["results"] += [result_row(side, workload, of, flops=flops) for side, of in found.items()]
-    for side in list(found)[1:]:
-        differences = check_agreement(found[OURS], found[side], tolerance=preset.tolerance)
-        compared = comparison(workload, found[OURS], found[side], peer=side)
+    pairs = [(OURS, side) for side in found if side not in (OURS, OURS_CLASS)]
+    pairs += [(OURS_CLASS, side) for side in (OURS, PEER) if OURS_CLASS in found]
+    for system, peer in pairs:
+        differences = check_agreement(found[system], found[peer], tolerance=preset.tolerance)
+        compared = comparison(workload, found[system], found[peer], system=system, peer=peer)
         report["comparisons"].append({**compared, "largest_relative_difference": differences})
 
 
@@ -263,7 +273,7 @@ def print_report(report: Mapping[str, Any]) -> None:
         say(f"    wanted {of['wanted']:g}: {verdict}")
     for of in report["comparisons"]:
         rounds = ", ".join(f"{ratio:.2f}" for ratio in of["ratio_of_rounds"])
-        say(f"  {of['workload']}: {of['ratio']:.3f} times {of['peer']} (rounds {rounds})")
+        say(f"  {of['workload']}: {of['system']} {of['ratio']:.3f} times {of['peer']} (rounds {rounds})")
         verdict = "" if of["wanted"] is None else f"wanted {of['wanted']:g}: {'met' if of['is_met'] else 'missed'}; "
         say(f"    {verdict}{of['memory_ratio']:.2f} times its peak memory")
         if of["bound"] is not None:

@@ -88,7 +88,7 @@ def check_gateway(report: Report, said: str) -> None:
 
 def check_learner(report: Report, _: str) -> None:
     rows = rows_of(report, "system", "workload")
-    sides, shared = ("ours", "transformers"), ("shared_256_8", "shared_512_16", "trees")
+    sides, shared = ("ours", "transformers", "ours_class"), ("shared_256_8", "shared_512_16", "trees")
     expected = {(side, kind) for side in sides for kind in ("equal", "ragged", *shared)}
     assert rows.keys() == expected | {("ours_unshared", kind) for kind in shared}
     for row in rows.values():
@@ -98,7 +98,11 @@ def check_learner(report: Report, _: str) -> None:
     fills = {key: row["fill"] for key, row in rows.items()}
     assert fills["ours", "ragged"] == fills["transformers", "equal"] == 1.0 > fills["transformers", "ragged"]
     assert all(fills["ours", kind] > 1.5 > 1.0 == fills["ours_unshared", kind] for kind in shared)
-    assert len(report["comparisons"]) == 8
+    compared = {(of["system"], of["peer"]) for of in report["comparisons"]}
+    assert compared == {
+        *(("ours", other) for other in ("transformers", "ours_unshared")),
+        *(("ours_class", other) for other in ("transformers", "ours")),
+    }
     (experts,) = report["experts"]
     assert {"ours", "in_turn_mkl", "grouped"} <= experts["ways"].keys()
     assert experts["best_other"] in experts["ways"].keys() - {"ours"}

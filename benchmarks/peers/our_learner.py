@@ -1,11 +1,15 @@
-"""This project's Megatron learner as a side of benchmarks/learner.py; SHARED_PREFIX_TOKENS sets what it shares."""
+"""This project's Megatron learner as a side of benchmarks/learner.py.
+
+SHARED_PREFIX_TOKENS sets what it shares, and POLICY_BACKEND what computes the model.
+"""
 
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +19,7 @@ from _learner_protocol import Outcome, serve
 from _learner_workload import OPTIMIZER, Preset, Rows
 
 from rl_core.data import Batch, Ragged, RowKey
+from rl_distill.architecture.policy_config import ModelBackend
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives import supervised_objective
@@ -91,4 +96,5 @@ def batch_of(rows: Rows) -> Batch:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(Ours, packages=("megatron-core", "torch")))
+    learner = partial(MegatronLearner, backend=cast("ModelBackend", os.environ.get("POLICY_BACKEND", "auto")))
+    sys.exit(serve(partial(Ours, make=learner), packages=("megatron-core", "torch")))

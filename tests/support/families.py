@@ -164,14 +164,14 @@ IN_CI = (
 """One family for each mechanism; the soak runs all."""
 
 
-def make_family(name: str, folder: Path) -> None:
-    """Write the random model of a family, without a tokenizer."""
+def make_family(name: str, folder: Path, **changes: Any) -> None:
+    """Write the random model of a family, without a tokenizer; `changes` replace fields of its configuration."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, fields = FAMILIES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **fields)
+    config = AutoConfig.for_model(kind, **(fields | changes))
     model = AutoModelForCausalLM.from_config(
         config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32
     )

@@ -3,10 +3,10 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Canary, folder_views
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.engines.weight_checks import module_of
 
+Answer = TypeVar("Answer")
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 LINEAR_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 END = "<end>"
@@ -206,6 +207,31 @@ async def begin(engine: RolloutEngine, request: GenerateRequest) -> "asyncio.Fut
     short = GenerateRequest(input_ids=PROMPT, sampling=SamplingParams(max_tokens=3, seed=1))
     await asyncio.gather(*(engine.generate(short) for _ in range(6)))
     return running
+
+
+async def answers_during(
+    engine: RolloutEngine, ask: Callable[[], Awaitable[Answer]], update: Callable[[], Awaitable[object]]
+) -> list[Answer]:
+    """Return the answers to a question that is repeated until an update has ended, however long the update takes.
+
+    It is asked twice at a time, begun at different moments, so that the update finds an unfinished answer.
+    """
+    answers: list[Answer] = []
+    updated = asyncio.Event()
+
+    async def repeat() -> None:
+        while not updated.is_set():
+            answers.append(await ask())
+
+    async with asyncio.TaskGroup() as tasks:
+        for seed in range(2):
+            tasks.create_task(repeat())
+            await begin(engine, short_request(seed=seed))
+        try:
+            await update()
+        finally:
+            updated.set()
+    return answers
 
 
 def joined(prompt: IntArray, sample: Generation) -> IntArray:

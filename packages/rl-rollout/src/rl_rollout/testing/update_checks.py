@@ -34,6 +34,7 @@ from rl_rollout.testing.generation_checks import TOLERANCE
 from rl_rollout.testing.reference_model import (
     PROMPT,
     TIED_HEAD,
+    answers_during,
     begin,
     canary_of,
     generate,
@@ -48,8 +49,6 @@ from rl_rollout.testing.reference_model import (
     token_logprobs,
 )
 
-ATTEMPTS = 10
-"""Number of attempts. On a busy machine, a response may end before its update."""
 SEQUENCE = np.arange(2, 20, dtype=np.int32)
 Tensors = Mapping[str, torch.Tensor]
 
@@ -113,51 +112,40 @@ class UpdateChecks(WeightChecks):
         new = perturbed(_weights_of(model_dir), scale=0.05)
         request = replace(long_request(engine), num_samples=4)
 
-        async def update_midway(noted: list[NewTokens]) -> list[Generation]:
-            running = asyncio.ensure_future(engine.generate(replace(request, on_tokens=noted.append)))
-            async with asyncio.timeout(60):
-                while not noted:
-                    await asyncio.sleep(0)
-                await self.send(engine, new, version=46)
-                return await running
-
-        for _ in range(ATTEMPTS):
+        async def ask() -> tuple[list[NewTokens], list[Generation]]:
             noted: list[NewTokens] = []
-            self.restore(engine, model_dir)
-            with self.restoring(engine, model_dir):
-                samples = asyncio.run(update_midway(noted))
+            return noted, await engine.generate(replace(request, on_tokens=noted.append))
+
+        self.restore(engine, model_dir)
+        with self.restoring(engine, model_dir):
+            answers = asyncio.run(answers_during(engine, ask, lambda: self.send(engine, new, version=46)))
+        for noted, samples in answers:
             for index, sample in enumerate(samples):
                 pieces = [piece for piece in noted if piece.sample_index == index]
                 for name in ("token_ids", "logprobs", "policy_versions"):
                     streamed = np.concatenate([getattr(piece, name) for piece in pieces]).tolist()
                     assert streamed == getattr(sample, name).tolist()
-            if {version for sample in samples for version in sample.policy_versions.tolist()} == {0, 46}:
-                return
-        raise AssertionError(f"no response continued after an update, in {ATTEMPTS} attempts")
+        assert {0, 46} in [set(sample.policy_versions.tolist()) for _, samples in answers for sample in samples]
 
     def test_an_update_between_two_tokens_counts_from_the_next_token(
         self, engine: RolloutEngine, model_dir: Path
     ) -> None:
-        """In 64 running sequences, tokens before the update are the old weights', and tokens after it the new ones'."""
+        """Tokens before the update are the old weights', and tokens after it the new ones'."""
         old = _weights_of(model_dir)
         new = perturbed(old, scale=0.05)
-        request = replace(long_request(engine), num_samples=64)
+        request = replace(long_request(engine), num_samples=32)
 
-        async def swap() -> list[Generation]:
-            running = await begin(engine, request)
-            await self.send(engine, new, version=44)
-            return await running
-
-        for _ in range(ATTEMPTS):
-            self.restore(engine, model_dir)
-            with self.restoring(engine, model_dir):
-                samples = asyncio.run(swap())
-            check_samples(samples, model_dir, {0: old, 44: new})
-            versions = [sample.policy_versions.tolist() for sample in samples]
-            assert versions == [sorted(of_sample) for of_sample in versions]
-            if any(len(set(of_sample)) == 2 for of_sample in versions):
-                return
-        raise AssertionError(f"none of 64 responses continued after an update, in {ATTEMPTS} attempts")
+        self.restore(engine, model_dir)
+        with self.restoring(engine, model_dir):
+            answers = asyncio.run(
+                answers_during(engine, lambda: engine.generate(request), lambda: self.send(engine, new, version=44))
+            )
+        samples = [sample for answer in answers for sample in answer]
+        versions = [sample.policy_versions.tolist() for sample in samples]
+        assert versions == [sorted(of_sample) for of_sample in versions]
+        continued = [sample for sample in samples if len(set(sample.policy_versions.tolist())) == 2]
+        assert continued
+        check_samples(continued, model_dir, {0: old, 44: new})
 
     def test_a_drained_update_comes_between_two_responses(self, engine: RolloutEngine, model_dir: Path) -> None:
         new = perturbed(_weights_of(model_dir), scale=0.05)
@@ -266,21 +254,25 @@ class AdapterConformance(WeightChecks):
         first, second = (make_adapter(base, rank=engine.traits.max_lora_rank, seed=seed) for seed in (7, 8))
         request = long_request(engine)
 
-        async def update_midway() -> list[Generation]:
-            beside = asyncio.ensure_future(engine.generate(replace(request, adapter="base")))
-            running = await begin(engine, replace(request, num_samples=32))  # so many that they outlast the updates
+        async def update_twice() -> None:
             await self.publish(engine, model_dir, first, version=8)
             await begin(engine, request)
             await self.publish(engine, model_dir, second, version=9)
-            return [(await running)[0], *await beside]
+
+        async def ask() -> list[Generation]:
+            groups = [engine.generate(one) for one in (request, replace(request, adapter="base"))]
+            return [sample for (sample,) in await asyncio.gather(*groups)]
 
         self.restore(engine, model_dir)
         with self.restoring(engine, model_dir):
-            sample, beside = asyncio.run(update_midway())
-        assert sample.policy_versions.tolist() == sorted(sample.policy_versions.tolist())
-        assert len(set(sample.policy_versions.tolist())) > 1
-        check_samples([sample], model_dir, {0: base, 8: merged(base, first), 9: merged(base, second)})
-        check_samples([beside], model_dir, {0: base})
+            answers = asyncio.run(answers_during(engine, ask, update_twice))
+        adapted, beside = ([answer[index] for answer in answers] for index in range(2))
+        versions = [sample.policy_versions.tolist() for sample in adapted]
+        assert versions == [sorted(of_sample) for of_sample in versions]
+        continued = [sample for sample in adapted if len(set(sample.policy_versions.tolist())) > 1]
+        assert continued
+        check_samples(continued, model_dir, {0: base, 8: merged(base, first), 9: merged(base, second)})
+        check_samples(beside[:2], model_dir, {0: base})
 
     def test_all_weights_take_an_adapters_place(self, engine: RolloutEngine, model_dir: Path) -> None:
         base = _weights_of(model_dir)
