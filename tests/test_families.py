@@ -19,7 +19,7 @@ from rl_core.weights import Canary, ProofTolerances, TensorTransport, folder_vie
 from rl_core.weights.broadcast import SenderOptions
 from rl_distill import LearnerOptions, ParallelOptions
 from rl_distill.megatron import transformers_chunk
-from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
+from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.transformers_chunk import TransformersModel
@@ -292,6 +292,64 @@ def test_divided_weights_are_saved_and_resumed_on_any_ranks(
     assert all(torch.equal(a, b) for a, b in zip(values(again), values(one), strict=True))
     for learner in (two, again, one):
         learner.close()
+
+
+def test_three_ranks_resume_what_two_saved(folders: Path, sharded: LearnerRanks, tmp_path: Path) -> None:
+    """The rows of most tensors do not divide by three."""
+    if not (folders / "gpt-oss").exists():
+        make_family("gpt-oss", folders / "gpt-oss")
+    three = LearnerRanks(ParallelOptions(ranks=3, shard_weights=True), num_threads=1)
+    batch, found = make_batch(), []
+    for ranks in (sharded, three):
+        learner = MegatronLearner(folders / "gpt-oss", CALM, ranks=ranks)
+        if ranks is three:
+            learner.load(tmp_path / "saved")
+        else:
+            learner.train_step(batch, supervised_objective)
+            learner.save(tmp_path / "saved")
+        weights = values(learner)
+        found.append((weights, learner.train_step(batch, supervised_objective)))
+        learner.close()
+    three.close()
+    (before, first), (after, second) = found
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert relative(second.loss, first.loss) <= 1e-5
+    assert relative(second.grad_norm, first.grad_norm) <= 1e-5
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"recompute": "full", "weight_decay": 0.1}])
+@pytest.mark.parametrize("name", ["phi3", "qwen3-next"])
+def test_the_optimizer_of_divided_weights_is_that_of_whole_ones(
+    name: str, options: dict[str, Any], folder: Path
+) -> None:
+    """On one rank, whose sums have the same order."""
+    ranks, results = LearnerRanks(ParallelOptions(shard_weights=True)), []
+    for of_ranks in (None, ranks):
+        learner = MegatronLearner(folder, replace(OPTIONS, learning_rate=1e-4, **options), ranks=of_ranks)
+        steps = [learner.train_step(make_batch(), supervised_objective) for _ in range(3)]
+        results.append((steps, {name: tensor.clone() for name, tensor in learner.export_weights().items()}))
+        learner.close()
+    (one, weights), (two, divided) = results
+    for expected, found in zip(one, two, strict=True):
+        assert relative(found.loss, expected.loss) <= 1e-6
+        assert relative(found.grad_norm, expected.grad_norm) <= 1e-5
+    assert all(divided[name].dtype == tensor.dtype for name, tensor in weights.items())
+    assert all(torch.allclose(divided[name], tensor, rtol=0, atol=1e-4) for name, tensor in weights.items())
+
+
+def test_a_divided_critic_and_reference_compute_what_whole_ones_do(folders: Path, sharded: LearnerRanks) -> None:
+    if not (folders / "gemma2").exists():
+        make_family("gemma2", folders / "gemma2")
+    batch, found = make_batch(), []
+    for ranks in (None, sharded):
+        reference = MegatronReference(folders / "gemma2", OPTIONS, ranks=ranks)
+        found.append(reference.logprobs(batch).values)
+        reference.close()
+        critic = MegatronCritic(folders / "gemma2", OPTIONS, ranks=ranks)
+        assert not np.any(critic.values(batch).values)
+        assert critic.export_weights().keys() >= {"score.weight", "score.bias"}
+        critic.close()
+    assert np.abs(found[1] - found[0]).max() <= 2e-5
 
 
 def values(learner: MegatronLearner) -> list[torch.Tensor]:

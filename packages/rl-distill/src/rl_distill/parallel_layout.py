@@ -34,8 +34,8 @@ def check_layout(
         return
     if parallel.shard_weights:
         raise SettingsError(
-            f"shard_weights = true needs a model that transformers' class computes; {config.architecture} is computed by "
-            "our layers. Set shard_weights = false and distributed_optimizer = true, and divide the weights by tensor, "
+            f"shard_weights = true needs a model that transformers' class computes; {config.architecture} is computed "
+            "by our layers. Set it to false and distributed_optimizer to true, and divide the weights by tensor, "
             'pipeline or expert; or use the backend "transformers".'
         )
     if problems := [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]:

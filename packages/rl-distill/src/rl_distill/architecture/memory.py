@@ -45,7 +45,8 @@ def rank_memory(
     """Return the memory of a model on a rank of each pipeline stage.
 
     Ranks that share the optimizer pad their shards to equal lengths, so a rank may use slightly more. With
-    `shard_weights`, the weights are the float32 ones, and a step also gathers those of a layer, and those outside layers.
+    `shard_weights`, the optimizer's float32 weights are the only ones; a step also gathers those of a layer or two, and
+    those outside of layers.
 
     Args:
         config: The model's configuration.
