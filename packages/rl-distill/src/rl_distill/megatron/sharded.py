@@ -12,7 +12,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn import Parameter
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl_core.errors import SettingsError
 from rl_distill.megatron.convert import held_rows
@@ -44,8 +43,7 @@ def shard_model(model: TransformersModel, dtype: torch.dtype, *, device: torch.d
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "ignored_params": whole,
     }
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*layers, model):
+    for module in (*model.layers(), model):
         sharded = fully_shard(module, **options)
         sharded.set_gradient_divide_factor(1.0)  # `loss_weights` already normalizes over the global batch
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor

@@ -227,6 +227,10 @@ class TransformersModel(TokenScoring, torch.nn.Module):
                 module.training = mode
         return self
 
+    def layers(self) -> list[torch.nn.Module]:
+        """Return the decoder layers."""
+        return [module for module in self.inner.modules() if isinstance(module, GradientCheckpointingLayer)]
+
     def set_input_tensor(self, _: Any) -> None:
         """Do nothing: there is one pipeline stage."""
 
