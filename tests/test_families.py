@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import FAMILIES, IN_CI, make_family
 from numpy.typing import NDArray
+from offered_weights import OfferedTo, assert_offered
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
@@ -27,10 +28,12 @@ from rl_core.weights import (
     folder_views,
     publish_weights,
 )
+from rl_core.weights.broadcast import SenderOptions
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron import transformers_chunk
-from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
+from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
+from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.objectives.policy import supervised_objective
@@ -40,9 +43,16 @@ from rl_rollout.engines.transformers import TransformersEngine
 OPTIONS = LearnerOptions(
     learning_rate=1e-3, micro_batch_tokens=18, shared_prefix_tokens=4, weight_decay=0.0, num_threads=1
 )
+CALM = replace(OPTIONS, learning_rate=1e-4, eps=1e-5)
+"""Options under which gradients that are zero but for rounding hardly move a weight."""
+DIVIDED = ("gpt2", "gemma2", "mixtral", "gpt-oss", "falcon-h1")
+"""Families that ranks divide in CI: tied heads, windows, experts in three axes, sinks and convolutions."""
 UNPACKED = ("bloom", "falcon", "gptj", "qwen3-next", "qwen3.5", "lfm2", "falcon-h1", "granite-hybrid", "mamba")
 """Families whose rows are padded: their layers keep a state, or do not use a replaceable attention."""
 
+divided = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DIVIDED else pytest.mark.soak) for name in FAMILIES]
+)
 families = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.soak) for name in FAMILIES]
 )
@@ -98,6 +108,14 @@ def model_of(learner: MegatronLearner | MegatronCritic, name: str = "policy") ->
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Iterator[LearnerRanks]:
+    """Two ranks that divide weights, gradients and moments."""
+    ranks = LearnerRanks(ParallelOptions(ranks=2, shard_weights=True), num_threads=1)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture
@@ -347,3 +365,123 @@ def test_two_ranks_compute_what_one_computes(folders: Path) -> None:
                 assert relative(two.grad_norm, one.grad_norm) <= 1e-5
     finally:
         ranks.close()
+
+
+@divided
+def test_ranks_that_divide_the_weights_compute_what_one_computes(
+    name: str, folder: Path, sharded: LearnerRanks
+) -> None:
+    """Also: they export and send the same tensors, and each holds half of everything."""
+    batch = make_batch()
+    one, two = (MegatronLearner(folder, CALM, ranks=ranks) for ranks in (None, sharded))
+    assert two.num_parameters == one.num_parameters
+    assert np.abs(two.logprobs(batch).values - one.logprobs(batch).values).max() <= 2e-5
+    for _ in range(3):
+        expected, found = (learner.train_step(batch, supervised_objective) for learner in (one, two))
+        assert relative(found.loss, expected.loss) <= 1e-5
+        assert relative(found.grad_norm, expected.grad_norm) <= 1e-5
+    weights, exported = one.export_weights(), two.export_weights()
+    assert list(exported) == list(weights)
+    assert all(torch.allclose(exported[tensor], weights[tensor], rtol=0, atol=1e-3) for tensor in weights)
+    engine, update = OfferedTo(), two.offer_weights(SenderOptions(deadline_s=20.0), version=1)
+    assert_offered(engine.take(update)[0], update, exported)
+    engine.close()
+    whole, (first, second) = one._call_all(RankModel.memory)[0], two._call_all(RankModel.memory)
+    for of_one, *of_two in zip(whole, first, second, strict=True):
+        assert max(of_two) <= 0.55 * of_one + 2000  # one more row, and a router's bias
+    one.close()
+    two.close()
+
+
+@divided
+def test_divided_weights_are_saved_and_resumed_on_any_ranks(
+    name: str, folder: Path, sharded: LearnerRanks, tmp_path: Path
+) -> None:
+    batch = make_batch()
+    two = MegatronLearner(folder, CALM, ranks=sharded)
+    assert all(torch.equal(tensor, class_tensor) for tensor, class_tensor in same_tensors(two, class_of(folder)))
+    two.train_step(batch, supervised_objective)
+    two.save(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in same_tensors(two, class_of(tmp_path / "saved" / "policy")))
+    again, one = (MegatronLearner(folder, CALM, ranks=ranks, name="other") for ranks in (sharded, None))
+    for other in (again, one):
+        other.load(tmp_path / "saved")
+        assert all(torch.equal(a, b) for a, b in zip(values(other), values(two), strict=True))
+    first, second, third = (learner.train_step(batch, supervised_objective) for learner in (two, again, one))
+    assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(values(again), values(two), strict=True))
+    assert relative(third.loss, first.loss) <= 1e-5
+    assert relative(third.grad_norm, first.grad_norm) <= 1e-5
+    one.save(tmp_path / "by one")
+    again.load(tmp_path / "by one")
+    assert all(torch.equal(a, b) for a, b in zip(values(again), values(one), strict=True))
+    for learner in (two, again, one):
+        learner.close()
+
+
+def test_three_ranks_resume_what_two_saved(folders: Path, sharded: LearnerRanks, tmp_path: Path) -> None:
+    """The rows of most tensors do not divide by three."""
+    if not (folders / "gpt-oss").exists():
+        make_family("gpt-oss", folders / "gpt-oss")
+    three = LearnerRanks(ParallelOptions(ranks=3, shard_weights=True), num_threads=1)
+    batch, found = make_batch(), []
+    for ranks in (sharded, three):
+        learner = MegatronLearner(folders / "gpt-oss", CALM, ranks=ranks)
+        if ranks is three:
+            learner.load(tmp_path / "saved")
+        else:
+            learner.train_step(batch, supervised_objective)
+            learner.save(tmp_path / "saved")
+        weights = values(learner)
+        found.append((weights, learner.train_step(batch, supervised_objective)))
+        learner.close()
+    three.close()
+    (before, first), (after, second) = found
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert relative(second.loss, first.loss) <= 1e-5
+    assert relative(second.grad_norm, first.grad_norm) <= 1e-5
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"recompute": "full", "weight_decay": 0.1}])
+@pytest.mark.parametrize("name", ["phi3", "qwen3-next"])
+def test_the_optimizer_of_divided_weights_is_that_of_whole_ones(
+    name: str, options: dict[str, Any], folder: Path
+) -> None:
+    """On one rank, whose sums have the same order."""
+    ranks, results = LearnerRanks(ParallelOptions(shard_weights=True)), []
+    for of_ranks in (None, ranks):
+        learner = MegatronLearner(folder, replace(OPTIONS, learning_rate=1e-4, **options), ranks=of_ranks)
+        steps = [learner.train_step(make_batch(), supervised_objective) for _ in range(3)]
+        results.append((steps, {name: tensor.clone() for name, tensor in learner.export_weights().items()}))
+        learner.close()
+    (one, weights), (two, divided) = results
+    for expected, found in zip(one, two, strict=True):
+        assert relative(found.loss, expected.loss) <= 1e-6
+        assert relative(found.grad_norm, expected.grad_norm) <= 1e-5
+    assert all(divided[name].dtype == tensor.dtype for name, tensor in weights.items())
+    assert all(torch.allclose(divided[name], tensor, rtol=0, atol=1e-4) for name, tensor in weights.items())
+
+
+def test_a_divided_critic_and_reference_compute_what_whole_ones_do(folders: Path, sharded: LearnerRanks) -> None:
+    if not (folders / "gemma2").exists():
+        make_family("gemma2", folders / "gemma2")
+    batch, found = make_batch(), []
+    for ranks in (None, sharded):
+        reference = MegatronReference(folders / "gemma2", OPTIONS, ranks=ranks)
+        found.append(reference.logprobs(batch).values)
+        reference.close()
+        critic = MegatronCritic(folders / "gemma2", OPTIONS, ranks=ranks)
+        assert not np.any(critic.values(batch).values)
+        assert critic.export_weights().keys() >= {"score.weight", "score.bias"}
+        critic.close()
+    assert np.abs(found[1] - found[0]).max() <= 2e-5
+
+
+def values(learner: MegatronLearner) -> list[torch.Tensor]:
+    return list(learner.export_weights().values())
+
+
+def same_tensors(learner: MegatronLearner, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each exported tensor beside the model's."""
+    stored = folder_views(model, model.state_dict())
+    return [(tensor, stored[name]) for name, tensor in learner.export_weights().items()]

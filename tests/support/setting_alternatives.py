@@ -282,6 +282,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "parallel.expert_tensor": other(1, TENSOR, MIXTURE, parallel__sequence=True),
     "parallel.sequence": other(True, TENSOR),
     "parallel.distributed_optimizer": other(True, TWO_RANKS),
+    "parallel.shard_weights": other(True, TWO_RANKS, policy__backend="transformers"),
     "cluster.placement": other("process"),
     "cluster.cpus_per_rank": other(0.5, RANKS),
     "cluster.gpus_per_rank": other(1.0, RANKS),

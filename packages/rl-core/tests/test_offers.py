@@ -99,7 +99,9 @@ def engine(opened: ExitStack) -> OfferedTo:
 @given(data=st.data())
 def test_the_digests_of_rectangles_make_that_of_the_tensor_however_it_is_cut(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
-    shape = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=2))
+    shape = data.draw(
+        st.lists(st.integers(1, 40), min_size=1, max_size=2) | st.lists(st.integers(1, 9), min_size=1, max_size=4)
+    )
     cut = [data.draw(st.integers(0, size)) for size in shape]
     tensor = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
     parts = [held(tensor, one) for one in pieces("a", shape, cut)]

@@ -173,7 +173,7 @@ def test_a_large_tensor_is_probed_in_pieces_as_it_is_at_once(monkeypatch: pytest
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]), st.data())
 def test_sums_of_rectangles_add_up_to_those_of_the_whole(dtype: torch.dtype, data: st.DataObject) -> None:
-    shape = data.draw(st.sampled_from([(7,), (6, 8), (5, 7), (4, 12), (1, 9)]))
+    shape = data.draw(st.sampled_from([(), (7,), (6, 8), (5, 7), (4, 12), (1, 9), (3, 4, 6), (2, 3, 4, 5)]))
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(3)).mul(9).to(dtype)
     inner = [data.draw(st.sets(st.integers(1, size), max_size=2)) for size in shape]
     cuts = [[0, *sorted(within - {size}), size] for within, size in zip(inner, shape, strict=True)]

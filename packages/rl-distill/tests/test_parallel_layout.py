@@ -8,7 +8,7 @@ import pytest
 from rl_core.errors import SettingsError
 from rl_distill.architecture.mixture_config import MixtureConfig
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_layout, check_learner, teacher_layout
 
 DENSE = PolicyConfig(
@@ -150,3 +150,24 @@ def test_layers_of_both_kinds_can_be_computed_again():
     some = replace(EXPERTS, mixture=replace(MIXTURE, layers=(1, 2)))
     modules = ("core_attn", "layernorm", "mlp", "moe")
     check_learner(LearnerOptions(recompute="selective", recompute_modules=modules), SHARED, some)
+
+
+def test_only_transformers_models_divide_their_weights():
+    with pytest.raises(SettingsError, match=r"shard_weights = true needs a model that transformers' class computes"):
+        check_layout(ParallelOptions(ranks=2, shard_weights=True), DENSE)
+
+
+def test_what_cannot_be_done_with_divided_weights_is_refused_by_name():
+    config, layout = replace(DENSE, model_json="{}"), ParallelOptions(ranks=2, shard_weights=True)
+    check_layout(layout, config)
+    with pytest.raises(SettingsError) as refused:
+        check_layout(replace(layout, distributed_optimizer=True, tensor=2), config, lora=LoraOptions(rank=2))
+    tensor, optimizer, adapter = str(refused.value).splitlines()
+    assert tensor.startswith("tensor = 2 needs layers that ranks can divide")
+    assert optimizer.endswith("Set distributed_optimizer = false.")
+    assert adapter.startswith("shard_weights = true cannot train adapters; found lora.rank = 2.")
+    with pytest.raises(SettingsError) as refused:
+        check_learner(LearnerOptions(overlap_grad_reduce=True, overlap_param_gather=True), layout, config)
+    reduces, gathers = str(refused.value).splitlines()
+    assert reduces.startswith("overlap_grad_reduce = true has no effect with parallel.shard_weights = true")
+    assert gathers.startswith("overlap_param_gather = true has no effect with parallel.shard_weights = true")

@@ -162,6 +162,8 @@ class ParallelOptions:
         sequence: Sequence parallelism: also shard activations between the matrices over the tensor-parallel ranks. A
             mixture of experts with tensor > 1 needs it.
         distributed_optimizer: Shard Adam's moments and the float32 master weights over the data-parallel ranks.
+        shard_weights: Shard weights, gradients, Adam's moments and float32 master weights over the data-parallel ranks
+            (FSDP). A layer's weights are gathered when it runs. Only for models that transformers' class computes.
     """
 
     ranks: PositiveInt = 1
@@ -173,6 +175,7 @@ class ParallelOptions:
     expert_tensor: PositiveInt | None = None
     sequence: bool = False
     distributed_optimizer: bool = False
+    shard_weights: bool = False
 
     @property
     def data(self) -> int:

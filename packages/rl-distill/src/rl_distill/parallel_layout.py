@@ -16,17 +16,28 @@ def teacher_layout(ranks: int, config: PolicyConfig) -> ParallelOptions:
     return ParallelOptions(ranks=ranks, tensor=ranks, sequence=True, expert=expert, expert_tensor=ranks // expert)
 
 
-def check_layout(parallel: ParallelOptions, config: PolicyConfig) -> None:
-    """Check that a layout divides the ranks and the policy's sizes.
+def check_layout(
+    parallel: ParallelOptions,
+    config: PolicyConfig,
+    *,
+    lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
+) -> None:
+    """Check that a layout divides the ranks and the policy's sizes, and that an adapter can train in it.
 
     Raises:
         SettingsError: It does not; each line names a setting, its value and the possible values.
     """
     check_ranks(parallel)
     if config.model_json:
-        if problems := list(_whole_problems(parallel, config)):
+        if problems := list(_whole_problems(parallel, config, lora)):
             raise SettingsError("\n".join(problems))
         return
+    if parallel.shard_weights:
+        raise SettingsError(
+            f"shard_weights = true needs a model that transformers' class computes; {config.architecture} is computed "
+            "by our layers. Set it to false and distributed_optimizer to true, and divide the weights by tensor, "
+            'pipeline or expert; or use the backend "transformers".'
+        )
     if problems := [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]:
         raise SettingsError("\n".join(problems))
 
@@ -50,7 +61,11 @@ def check_learner(
 def _learner_problems(
     options: LearnerOptions, parallel: ParallelOptions, config: PolicyConfig, lora: LoraOptions
 ) -> Iterator[str]:
-    if options.overlap_param_gather and not parallel.distributed_optimizer:
+    if parallel.shard_weights:
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if getattr(options, name):
+                yield f"{name} = true has no effect with parallel.shard_weights = true, which always overlaps. Omit it."
+    elif options.overlap_param_gather and not parallel.distributed_optimizer:
         yield (
             "overlap_param_gather needs parallel.distributed_optimizer = true; found false. Without it, each rank "
             "updates all of its weights, and there is nothing to gather. Set it, or set overlap_param_gather = false."
@@ -74,16 +89,20 @@ def _learner_problems(
         )
 
 
-def _whole_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterator[str]:
+def _whole_problems(parallel: ParallelOptions, config: PolicyConfig, lora: LoraOptions) -> Iterator[str]:
     """Yield what divides a model, which only our layers can."""
     for name in ("tensor", "pipeline", "context", "expert", "virtual_pipeline"):
         size = getattr(parallel, name)
         if size > 1:
             yield (
                 f"{name} = {size} needs layers that ranks can divide; {config.architecture} is computed by "
-                f"transformers' class, whole on each rank. Set {name} = 1, and distributed_optimizer = true to divide "
-                "the optimizer's memory."
+                f"transformers' class. Set {name} = 1, and distributed_optimizer = true to divide the optimizer's "
+                "memory, or shard_weights = true to divide all of the model's."
             )
+    if parallel.shard_weights and parallel.distributed_optimizer:
+        yield "shard_weights = true already divides the optimizer's state. Set distributed_optimizer = false."
+    if parallel.shard_weights and lora.rank:
+        yield f"shard_weights = true cannot train adapters; found lora.rank = {lora.rank}. Set one to its default."
     if parallel.expert_tensor not in (None, 1):
         yield f"expert_tensor = {parallel.expert_tensor} needs layers that ranks can divide. Leave it at none."
 

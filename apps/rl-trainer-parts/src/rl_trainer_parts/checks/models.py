@@ -66,7 +66,7 @@ def _problems(settings: Settings, folder: Path, setting: str, *, lora: LoraOptio
         yield from _adapter(lora, config)
     if any(problems_of("", check_ranks, settings.parallel)):  # reported by the check of values
         return
-    layout = problems_of("parallel.", check_layout, settings.parallel, config)
+    layout = problems_of("parallel.", check_layout, settings.parallel, config, lora=lora)
     options = problems_of("optimizer.", check_learner, settings.optimizer, settings.parallel, config, lora=lora)
     yield from (f"{line} (This concerns {setting}, {folder}.)" for line in (*layout, *options))
 

@@ -78,7 +78,8 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield f"  learner    {learner_name(settings)}, {settings.optimizer.dtype}, policy {settings.policy.path}"
     config = model_config(settings.policy.path, settings.policy.backend)
     if config.model_json:
-        yield f"{INDENT}{config.architecture} is computed by transformers' class, whole on each rank"
+        held = "divided over the ranks" if settings.parallel.shard_weights else "whole on each rank"
+        yield f"{INDENT}{config.architecture} is computed by transformers' class, {held}"
     yield from _ranks(settings, inline_rank)
     yield f"  engine     {rollout.engine}, {settings.vllm.dtype}, {where}; loop {rollout.loop}"
     yield from (f"{INDENT}{line}" for line in loop_lines)

@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import pad
 
 from rl_core.data.records import FloatArray
-from rl_core.errors import ShapeError
 from rl_core.record_fields import record
 from rl_core.weights.digests import TensorDigest, probe_vector_on, sums_text, to_host
 from rl_core.weights.update import Rectangle
@@ -28,7 +27,7 @@ class RectangleDigest:
         shape: Shape of the whole tensor.
         dtype: torch dtype name without prefix.
         sums: The two sums of its words.
-        probe: [n] float32 probe of its rows over its columns; the values themselves for a vector.
+        probe: [n] float32 probe of its rows over its last axis; the values themselves for a vector.
     """
 
     shape: tuple[int, ...]
@@ -38,20 +37,13 @@ class RectangleDigest:
 
 
 def digest_rectangles(parts: Iterable[tuple[Rectangle, Sequence[int], torch.Tensor]]) -> list[RectangleDigest]:
-    """Digest each rectangle of a vector or matrix; results of one device are copied to the host together.
+    """Digest each rectangle; results of one device are copied to the host together.
 
     Args:
         parts: Position, shape of the tensor, and elements of shape `Rectangle.sizes`.
-
-    Raises:
-        ShapeError: A tensor has more than two axes.
     """
     shapes, dtypes, sums, probes = [], [], [], []
     for rectangle, shape, values in parts:
-        if len(shape) > 2:
-            raise ShapeError(
-                f"only vectors and matrices have rectangles; found {rectangle.name!r} of shape {list(shape)}."
-            )
         shapes.append(tuple(shape))
         dtypes.append(str(values.dtype).removeprefix("torch."))
         sums.append(rectangle_sums(values, rectangle.offsets, shape))
@@ -83,11 +75,13 @@ def rectangle_sums(values: torch.Tensor, offsets: Sequence[int], shape: Sequence
     Args:
         values: Its elements.
         offsets: Its first index per axis.
-        shape: Shape of the tensor, of at most two axes.
+        shape: Shape of the tensor.
 
     Returns:
         [2] int64, on the rectangle's device.
     """
+    if len(shape) > 2:
+        return _sums_of_axes(values, offsets, shape)
     size = values.element_size()
     columns = shape[1] if len(shape) == 2 else values.numel()
     row, column = offsets if len(shape) == 2 else (0, offsets[0] if offsets else 0)
@@ -104,21 +98,35 @@ def rectangle_sums(values: torch.Tensor, offsets: Sequence[int], shape: Sequence
     return total
 
 
+def _sums_of_axes(values: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """Return `rectangle_sums` of more than two axes: two become one where the rectangle allows, or it is divided."""
+    if values.shape[-1] == shape[-1]:
+        merged = (*offsets[:-2], offsets[-2] * shape[-1]), (*shape[:-2], shape[-2] * shape[-1])
+        return rectangle_sums(values.flatten(-2), *merged)
+    rows, shape = (shape[0], shape[1]), (shape[0] * shape[1], *shape[2:])
+    if values.shape[1] == rows[1]:
+        return rectangle_sums(values.flatten(0, 1), (offsets[0] * rows[1], *offsets[2:]), shape)
+    starts = (index * rows[1] + offsets[1] for index in range(offsets[0], offsets[0] + len(values)))
+    parts = [rectangle_sums(part, (start, *offsets[2:]), shape) for part, start in zip(values, starts, strict=True)]
+    return torch.stack(parts).sum(0)
+
+
 def _joined(parts: Sequence[tuple[Rectangle, RectangleDigest]]) -> TensorDigest:
     _, one = parts[0]
-    probe = np.zeros(one.shape[:1] or (1,), np.float64)
+    probe = np.zeros(one.shape[: max(1, len(one.shape) - 1)], np.float64)
     for rectangle, digest in parts:
-        start = rectangle.offsets[0] if rectangle.offsets else 0
-        probe[start : start + len(digest.probe)] += digest.probe
+        pairs = zip(rectangle.offsets, rectangle.sizes, strict=True)
+        place = tuple(slice(start, start + size) for start, size in pairs)[: probe.ndim]
+        probe[place] += digest.probe.reshape(rectangle.sizes[: probe.ndim])
     sums = [sum(digest.sums[number] for _, digest in parts) % MODULUS for number in range(2)]
     checksum = sums_text((sums[0], sums[1]))
-    return TensorDigest(shape=one.shape, dtype=one.dtype, checksum=checksum, probe=probe.astype(np.float32))
+    return TensorDigest(shape=one.shape, dtype=one.dtype, checksum=checksum, probe=probe.astype(np.float32).flatten())
 
 
 def _probe(values: torch.Tensor, rectangle: Rectangle, shape: Sequence[int]) -> torch.Tensor:
     if len(shape) < 2:
         return values.detach().float().reshape(-1)
-    first, width = rectangle.offsets[1], rectangle.sizes[1]
-    vector = probe_vector_on(shape[1], values.device)[first : first + width]
-    parts = torch.split(values.detach(), max(1, CHUNK_WORDS // max(1, width)))
+    first, width = rectangle.offsets[-1], rectangle.sizes[-1]
+    vector = probe_vector_on(shape[-1], values.device)[first : first + width]
+    parts = torch.split(values.detach().flatten(0, -2), max(1, CHUNK_WORDS // max(1, width)))
     return torch.cat([part.float() @ vector for part in parts])

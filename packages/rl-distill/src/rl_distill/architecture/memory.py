@@ -44,7 +44,9 @@ def rank_memory(
 ) -> list[RankMemory]:
     """Return the memory of a model on a rank of each pipeline stage.
 
-    Ranks that share the optimizer pad their shards to equal lengths, so a rank may use slightly more.
+    Ranks that share the optimizer pad their shards to equal lengths, so a rank may use slightly more. With
+    `shard_weights`, the optimizer's float32 weights are the only ones; a step also gathers those of a layer or two, and
+    those outside of layers.
 
     Args:
         config: The model's configuration.
@@ -59,7 +61,7 @@ def rank_memory(
     expert_size = parallel.expert * (parallel.expert_tensor or parallel.tensor)
     copies = {True: parallel.ranks // (expert_size * parallel.pipeline)}
     copies[False] = parallel.ranks // (parallel.tensor * parallel.pipeline)
-    weight = WEIGHT_BYTES[dtype]
+    weight = MASTER_BYTES if parallel.shard_weights and kind != "frozen" else WEIGHT_BYTES[dtype]
     kept = MOMENTS_BYTES + (MASTER_BYTES if weight < MASTER_BYTES else 0)
     adapter, found = adapter_shapes(config, lora) if kind == "policy" else {}, []
     for stage in range(parallel.pipeline):
@@ -69,6 +71,8 @@ def rank_memory(
                 sizes[ROUTED in name] += _rank_size(name, shape, parallel.tensor, expert_size)
             else:
                 of_biases += MASTER_BYTES * math.prod(shape)
+        if parallel.shard_weights:  # over all ranks
+            sizes = {of: -(-size // parallel.ranks) for of, size in sizes.items()}
         of_weights = weight * sum(sizes.values()) + of_biases
         if kind == "frozen":
             found.append(RankMemory(of_weights, 0, 0))

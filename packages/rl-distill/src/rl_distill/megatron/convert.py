@@ -7,15 +7,18 @@ tensor with the same elements in the same order. Nothing is computed, so reading
 bit-exact. Optimizer moments use the same blocks.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rl_core.errors import ShapeError
 from rl_core.weights import folder_views
 from rl_distill.architecture.policy_config import PolicyConfig
+from rl_distill.architecture.tensor_shapes import Shape
 from rl_distill.architecture.transformers_model import meta_model
 
 State = Mapping[str, Tensor]
@@ -83,6 +86,7 @@ class TensorBlock:
         is_expert: True for an expert's tensors, which are replicated over expert-data-parallel ranks. Others are
             replicated over data- and context-parallel ranks.
         padding: Rows of the rank's tensor beyond the vocabulary; None for none.
+        is_divided: True if FSDP divides the tensor over the data-parallel ranks, so that no other has these elements.
     """
 
     name: str
@@ -93,6 +97,7 @@ class TensorBlock:
     is_primary: bool = True
     is_expert: bool = False
     padding: Tensor | None = None
+    is_divided: bool = False
 
     def read(self) -> Tensor:
         """Return the rectangle as a contiguous tensor; a view of the rank's tensor if its layout allows."""
@@ -160,6 +165,77 @@ def whole_block(name: str, tensor: Tensor, *, is_primary: bool) -> TensorBlock:
     return TensorBlock(name=name, shape=shape, offsets=offsets, sizes=shape, view=tensor, is_primary=is_primary)
 
 
+def held_blocks(name: str, tensor: Tensor, view: Tensor | None = None, *, is_primary: bool = True) -> list[TensorBlock]:
+    """Return the blocks of what a rank holds of a tensor: all of it, or rows if FSDP divides it.
+
+    Args:
+        name: Name of the tensor in a folder.
+        tensor: The rank's tensor.
+        view: The folder's tensor as a view of it, without memory if it is divided; None if both are equal.
+        is_primary: See `TensorBlock`.
+    """
+    view = _whole(tensor) if view is None else view
+    if not isinstance(tensor, DTensor):
+        return [whole_block(name, view, is_primary=is_primary)]
+    rows, per_row = held_rows(tensor), math.prod(tensor.shape[1:])
+    flat = rows.flatten()
+    (mesh,) = tensor.device_mesh.shape
+    start = per_row * min(tensor.device_mesh.get_local_rank() * -(-tensor.shape[0] // mesh), tensor.shape[0])
+    blocks = []
+    for offsets, sizes in rectangles(view, start, start + flat.numel()):
+        first = view.storage_offset() + sum(o * stride for o, stride in zip(offsets, view.stride(), strict=True))
+        own = flat.as_strided(sizes, view.stride(), flat.storage_offset() + first - start)
+        shape = tuple(view.shape)
+        blocks.append(TensorBlock(name=name, shape=shape, offsets=offsets, sizes=sizes, view=own, is_divided=True))
+    return blocks
+
+
+def held_rows(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, which FSDP may divide by rows."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rectangles(view: Tensor, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yield offsets and sizes of the rectangles of a view that lie in a range of its storage.
+
+    Each index of the axis with the longest stride is inside, outside, or cut by an end of the range, and then divided
+    along its other axes.
+
+    Args:
+        view: View of a contiguous tensor.
+        start: First element of the range.
+        stop: End of the range.
+    """
+    first = int(view.storage_offset())
+    yield from _rectangles(view, (0,) * view.ndim, start - first, stop - first)
+
+
+def _rectangles(part: Tensor, offsets: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Yield the rectangles of a part of a view at these offsets; the range counts from the part's first element."""
+    if not part.numel():
+        return
+    size = 1 + sum((n - 1) * stride for n, stride in zip(part.shape, part.stride(), strict=True))
+    if start >= size or stop <= 0:
+        return
+    if start <= 0 and size <= stop:
+        yield offsets, tuple(part.shape)
+        return
+    axis = max((axis for axis in range(part.ndim) if part.shape[axis] > 1), key=part.stride)
+    count, stride = part.shape[axis], part.stride(axis)
+    width = size - (count - 1) * stride
+    low, high = max(0, -(-start // stride)), min(count, (stop - width) // stride + 1)
+    touched = range(max(0, (start - width) // stride + 1), min(count, -(-stop // stride)))
+    pieces = [(index, 1) for index in touched if not low <= index < high]
+    for index, number in [*([(low, high - low)] if low < high else []), *pieces]:
+        at = tuple(o + index if i == axis else o for i, o in enumerate(offsets))
+        yield from _rectangles(part.narrow(axis, index, number), at, start - index * stride, stop - index * stride)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor, or one of its whole shape without memory if FSDP divides it."""
+    return torch.empty(tensor.shape, device="meta") if isinstance(tensor, DTensor) else tensor
+
+
 def padded_vocab_size(config: PolicyConfig, tensor_size: int) -> int:
     """Return the number of rows of the embedding, padded to split evenly over the tensor-parallel ranks."""
     return -(-config.vocab_size // tensor_size) * tensor_size
@@ -182,9 +258,15 @@ def blocks_of(state: State, config: PolicyConfig, shard: Shard) -> list[TensorBl
     if config.model_json:
         tensors = {name.removeprefix("inner."): tensor for name, tensor in state.items()}
         adapter = {f"{name}.weight": tensor for name, tensor in tensors.items() if _ADAPTER in name}
-        views = folder_views(meta_model(config.model_json), {n: t for n, t in tensors.items() if _ADAPTER not in n})
-        views |= adapter
-        return [whole_block(name, view, is_primary=True) for name, view in views.items()]
+        owners = {name: tensor for name, tensor in tensors.items() if _ADAPTER not in name}
+        wholes = {name: _whole(tensor) for name, tensor in owners.items()}
+        owner = {wholes[name].untyped_storage()._cdata: tensor for name, tensor in owners.items()}
+        views = folder_views(meta_model(config.model_json), wholes)
+        return [
+            block
+            for name, view in (views | adapter).items()
+            for block in held_blocks(name, owner.get(view.untyped_storage()._cdata, view), view)
+        ]
     return [block for name, tensor in state.items() for block in _blocks(name, tensor, config, shard)]
 
 

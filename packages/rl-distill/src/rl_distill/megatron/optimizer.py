@@ -1,6 +1,7 @@
-"""Megatron's Adam: clipping, learning rate and per-parameter state, optionally sharded over ranks; offloading."""
+"""Adam of a rank: clipping, learning rate and per-parameter state, optionally sharded over ranks; offloading."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rl_distill.megatron.cpu import cuda_type_names
 from rl_distill.megatron.parallel import group_of_copies
@@ -21,7 +23,7 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 @dataclass(frozen=True, slots=True)
-class _Main:
+class Main:
     """The optimizer's view of a parameter on this rank.
 
     Attributes:
@@ -37,60 +39,34 @@ class _Main:
     is_shared: bool
 
 
-class MegatronAdam:
-    """Megatron's mixed-precision AdamW over a rank's model chunks, without weight decay on norms."""
+class RankAdam(ABC):
+    """Mixed-precision AdamW over a rank's parameters, without weight decay on norms and biases."""
 
-    def __init__(self, chunks: Sequence[Any], options: LearnerOptions, *, is_distributed: bool = False) -> None:
-        """Build the optimizer.
+    def __init__(self, options: LearnerOptions, mains: Mapping[torch.nn.Parameter, Main]) -> None:
+        """Keep what the optimizers of the parameters update.
 
         Args:
-            chunks: Megatron's DistributedDataParallel chunks.
             options: Learner options with the settings of Adam.
-            is_distributed: True to shard state and float32 weights over the data-parallel ranks.
+            mains: What is updated, by parameter.
         """
-        self._clip_grad = options.clip_grad
-        self._device = next(chunks[0].parameters()).device
-        is_bf16 = options.dtype == "bfloat16"
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=options.learning_rate,
-            weight_decay=options.weight_decay,
-            clip_grad=options.clip_grad,
-            adam_beta1=options.betas[0],
-            adam_beta2=options.betas[1],
-            adam_eps=options.eps,
-            bf16=is_bf16,
-            params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
-            use_distributed_optimizer=is_distributed,
-        )
-        with cuda_type_names([parameter for chunk in chunks for parameter in chunk.parameters()]):
-            self._optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
-        for inner in self.inner():
-            for group in inner.param_groups:
-                # Megatron applies wd_mult, which exempts norms, only in its own scheduler.
-                group["weight_decay"] = options.weight_decay * group["wd_mult"]
-                if isinstance(inner, torch.optim.AdamW):
-                    group["fused"] = True  # one memory pass per parameter, on CPU and GPU
+        self._clip_grad, self._mains = options.clip_grad, mains
         self._on_host: Offloaded | None = None
-        self._mains = self._find_mains([p for chunk in chunks for p in chunk.parameters() if p.requires_grad])
 
+    @abstractmethod
     def zero_grad(self) -> None:
         """Clear the gradients."""
-        self._optimizer.zero_grad()
 
+    @abstractmethod
     def grad_norm(self) -> float:
         """Return the global norm of the summed gradients, and prepare them for `step`."""
-        self._optimizer.prepare_grads()
-        return math.sqrt(sum(torch.stack([self._squared_norm(part) for part in self._parts()]).tolist()))
 
-    @torch.no_grad()
-    def _squared_norm(self, part: Any) -> Tensor:
-        """Return the squared gradient norm of one optimizer over ranks. Megatron's own syncs the GPU per parameter."""
-        grads = part.get_main_grads_for_grad_norm()
-        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=self._device)]
-        squared: Tensor = torch.stack(list(norms)).norm().square()
-        dist.all_reduce(squared, group=part.get_grad_stats_parallel_group())
-        return squared
+    @abstractmethod
+    def inner(self) -> Iterator[torch.optim.Optimizer]:
+        """Yield the torch optimizers that have parameters on this rank."""
+
+    @abstractmethod
+    def _apply(self) -> None:
+        """Update the weights by the prepared gradients."""
 
     def step(self, grad_norm: float, *, learning_rate: float) -> None:
         """Clip the gradients and update the weights.
@@ -107,7 +83,7 @@ class MegatronAdam:
             grads = [p.grad for inner in self.inner() for group in inner.param_groups for p in group["params"]]
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
         with self.on_device():
-            self._optimizer.step_with_ready_grads()
+            self._apply()
 
     def keep_on_host(self) -> None:
         """Keep moments and float32 weights in host memory from now on, except during `step` and `on_device`."""
@@ -191,41 +167,111 @@ class MegatronAdam:
             if main.tensor is not None and parameter.dtype != torch.float32:
                 yield main.tensor
 
+
+class MegatronAdam(RankAdam):
+    """Megatron's mixed-precision AdamW over a rank's model chunks, without weight decay on norms."""
+
+    def __init__(self, chunks: Sequence[Any], options: LearnerOptions, *, is_distributed: bool = False) -> None:
+        """Build the optimizer.
+
+        Args:
+            chunks: Megatron's DistributedDataParallel chunks.
+            options: Learner options with the settings of Adam.
+            is_distributed: True to shard state and float32 weights over the data-parallel ranks.
+        """
+        self._chunks = chunks
+        self._device = next(chunks[0].parameters()).device
+        is_bf16 = options.dtype == "bfloat16"
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=options.learning_rate,
+            weight_decay=options.weight_decay,
+            clip_grad=options.clip_grad,
+            adam_beta1=options.betas[0],
+            adam_beta2=options.betas[1],
+            adam_eps=options.eps,
+            bf16=is_bf16,
+            params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+            use_distributed_optimizer=is_distributed,
+        )
+        with cuda_type_names([parameter for chunk in chunks for parameter in chunk.parameters()]):
+            self._optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        for inner in self.inner():
+            for group in inner.param_groups:
+                # Megatron applies wd_mult, which exempts norms, only in its own scheduler.
+                group["weight_decay"] = options.weight_decay * group["wd_mult"]
+                if isinstance(inner, torch.optim.AdamW):
+                    group["fused"] = True  # one memory pass per parameter, on CPU and GPU
+        trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+        super().__init__(options, self._find_mains(trained))
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def grad_norm(self) -> float:
+        """Return the global norm of the summed gradients, and prepare them for `step`."""
+        self._optimizer.prepare_grads()
+        return math.sqrt(sum(torch.stack([self._squared_norm(part) for part in self._parts()]).tolist()))
+
+    @torch.no_grad()
+    def _squared_norm(self, part: Any) -> Tensor:
+        """Return the squared gradient norm of one optimizer over ranks. Megatron's own syncs the GPU per parameter."""
+        grads = part.get_main_grads_for_grad_norm()
+        return sum_of_squares(grads, group=part.get_grad_stats_parallel_group(), device=self._device)
+
     def inner(self) -> Iterator[torch.optim.Optimizer]:
         """Yield the torch optimizers that have parameters on this rank."""
         for part in self._parts():
             if part.optimizer is not None:
                 yield part.optimizer
 
+    def _apply(self) -> None:
+        """Update the weights by the prepared gradients."""
+        self._optimizer.step_with_ready_grads()
+
     def _parts(self) -> Sequence[Any]:
         parts: Sequence[Any] = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         return parts
 
-    def _find_mains(self, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, _Main]:
-        mains: dict[torch.nn.Parameter, _Main] = {}
+    def _find_mains(self, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, Main]:
+        mains: dict[torch.nn.Parameter, Main] = {}
         for part in self._parts():
             if isinstance(part, DistributedOptimizer):
                 for parameter, (group, position) in part.model_param_group_index_map.items():
                     tensor = part.optimizer.param_groups[group]["params"][position]
                     start = part._get_model_param_range_map(parameter)["param"].start
-                    mains[parameter] = _Main(tensor, part.optimizer, start, is_shared=True)
+                    mains[parameter] = Main(tensor, part.optimizer, start, is_shared=True)
         is_shared = bool(mains) or any(isinstance(part, DistributedOptimizer) for part in self._parts())
         for parameter in parameters:
             if parameter not in mains:
-                mains[parameter] = _Main(None, None, 0, True) if is_shared else self._plain_main(parameter)
+                mains[parameter] = Main(None, None, 0, True) if is_shared else self._plain_main(parameter)
         return mains
 
-    def _plain_main(self, parameter: torch.nn.Parameter) -> _Main:
+    def _plain_main(self, parameter: torch.nn.Parameter) -> Main:
         main = getattr(parameter, "main_param", None)
         tensor = parameter if main is None else main
         for inner in self.inner():
             if any(tensor is p for group in inner.param_groups for p in group["params"]):
-                return _Main(tensor, inner, 0, is_shared=False)
+                return Main(tensor, inner, 0, is_shared=False)
         raise KeyError("no optimizer has this parameter")
 
 
-def _whole(parameter: torch.nn.Parameter, main: _Main, own: Tensor | None) -> Tensor:
-    """Return a tensor in the parameter's shape, assembled from the ranks' slices."""
+def sum_of_squares(grads: list[Tensor], *, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Return the squared norm of gradients over the ranks of a group."""
+    norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
+    squared: Tensor = torch.stack(list(norms)).norm().square()
+    dist.all_reduce(squared, group=group)
+    return squared
+
+
+def _whole(parameter: torch.nn.Parameter, main: Main, own: Tensor | None) -> Tensor:
+    """Return a tensor in the parameter's shape, assembled from the ranks' slices; rows of it if FSDP divides it."""
+    if isinstance(parameter, DTensor) and own is not None:
+        mesh, places = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(own, mesh, places, run_check=False, shape=parameter.shape, stride=parameter.stride())
     if not main.is_shared:
         return own if own is not None else torch.zeros_like(parameter, dtype=torch.float32)
     whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
@@ -236,8 +282,10 @@ def _whole(parameter: torch.nn.Parameter, main: _Main, own: Tensor | None) -> Te
     return whole.view(parameter.shape)
 
 
-def _part(whole: Tensor, main: _Main) -> Tensor:
+def _part(whole: Tensor, main: Main) -> Tensor:
     """Return this rank's slice of a tensor in the parameter's shape."""
+    if isinstance(whole, DTensor):
+        return whole.to_local()
     if not main.is_shared or main.tensor is None:
         return whole
     return whole.reshape(-1)[main.start : main.start + main.tensor.numel()]

@@ -23,7 +23,7 @@ from rl_distill.learner import Objective
 from rl_distill.megatron.attention.layout import rotary_frequencies
 from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import OutputRequest, TokenResults
-from rl_distill.megatron.optimizer import MegatronAdam, Offloaded
+from rl_distill.megatron.optimizer import MegatronAdam, Offloaded, RankAdam
 from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import RankPosition, learner_device, shards_of_this_rank
 from rl_distill.megatron.rank_batches import (
@@ -39,6 +39,7 @@ from rl_distill.megatron.rank_batches import (
 )
 from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.setup import ModelPlan, build_chunks
+from rl_distill.megatron.sharded import ShardedAdam, drop_gathered
 from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
 from rl_distill.packing import Pack, pack_rows, scored_tokens
@@ -83,16 +84,16 @@ class RankModel:
         for model in self._own_models():
             model.settle(self._place)
             self.shares_prefixes &= model.shares_prefixes
+        drop_gathered(self._chunks)
         self._teacher_heads: list[Tensor] = []
         self._routed = [0, 0]
-        is_distributed = plan.parallel.distributed_optimizer
-        adam = MegatronAdam(self._chunks, plan.options, is_distributed=is_distributed) if plan.trains else None
+        adam = _optimizer(plan, self._chunks) if plan.trains else None
         self.tensors = RankTensors(plan, self._chunks, self._shards, adam)
         if adam is not None and plan.options.offload_optimizer and self._device.type != "cpu":
             self.keep_optimizer_on_host()
         self.sender = WeightSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
-            chunk.config.finalize_model_grads_func = _finalize_without_division
+            chunk.config.finalize_model_grads_func = None if plan.parallel.shard_weights else _finalize_without_division
             chunk.config.grad_scale_func = None
             # Megatron's interleaved schedule confuses the lengths that stages send forward and backward. With several
             # chunks no lengths are sent, and every micro-batch of a step is padded to the longest.
@@ -163,8 +164,6 @@ class RankModel:
                 loss = scores.trained * 0.0
             return loss, torch.zeros((), dtype=torch.int), {}
 
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
         self.tensors.adam.zero_grad()
         mask = "loss_mask" if "loss_mask" in share.batch else None
         comparison = comparison_of(objective)
@@ -336,9 +335,16 @@ class RankModel:
                 forward_only=not with_gradients,
                 collect_non_loss_data=not with_gradients,
             )
+        drop_gathered(self._chunks)
         routed = [one.layout.routed.sum(0) for one in placed.values() if one.layout.routed is not None]
         self._routed = torch.stack(routed).sum(0).tolist() if routed else [0, 0]
         return results
+
+
+def _optimizer(plan: ModelPlan, chunks: Sequence[Any]) -> RankAdam:
+    if plan.parallel.shard_weights:
+        return ShardedAdam(chunks, plan.options)
+    return MegatronAdam(chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
 
 
 def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:

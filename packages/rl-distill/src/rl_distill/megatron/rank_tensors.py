@@ -13,9 +13,9 @@ from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
 from rl_core.weights.broadcast import HeldRectangle
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.pieces import Piece
-from rl_distill.megatron.convert import Shard, TensorBlock
+from rl_distill.megatron.convert import Shard, TensorBlock, held_rows
 from rl_distill.megatron.lora import PARAMETER
-from rl_distill.megatron.optimizer import MegatronAdam, Parameters
+from rl_distill.megatron.optimizer import Parameters, RankAdam
 from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.megatron.setup import ModelPlan, chunk_blocks
@@ -35,7 +35,7 @@ class RankTensors:
         plan: ModelPlan,
         chunks: Sequence[Any],
         shards: Sequence[Shard],
-        adam: MegatronAdam | None,
+        adam: RankAdam | None,
     ) -> None:
         """Wrap the built model.
 
@@ -50,9 +50,13 @@ class RankTensors:
 
     def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the weights, the gradients and the optimizer's state."""
-        weights = [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
+        parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
+        weights = [held_rows(parameter.data) for parameter in parameters]
         if self._adam is None:
             return weights, [], []
+        if self._plan.parallel.shard_weights:
+            gradients = [held_rows(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            return weights, gradients, list(self._adam.tensors())
         buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return weights, [buffer.grad_data for buffer in buffers], list(self._adam.tensors())
 
@@ -76,7 +80,7 @@ class RankTensors:
         else:
             added = {block.name: block for block in adapter} if what == "weights" else {}
             own = self._own(self._blocks(self._base()))
-            pieces = [_piece(block, _merged(block, added, self._scaling)) for block in own]
+            pieces = [_piece(block, self._served(block, added)) for block in own]
         return [replace(piece, tensor=piece.tensor.cpu()) for piece in pieces] if on_host else pieces
 
     def held(self) -> list[HeldRectangle]:
@@ -90,7 +94,7 @@ class RankTensors:
             HeldRectangle(
                 rectangle=Rectangle(block.name, block.offsets, block.sizes),
                 shape=block.shape,
-                read=partial(_merged, block, added, self._scaling),
+                read=partial(self._served, block, added),
             )
             for block in sorted(self._own(self._blocks(self._base())), key=lambda one: (places[one.name], one.offsets))
         ]
@@ -130,7 +134,7 @@ class RankTensors:
                 adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
 
     @property
-    def adam(self) -> MegatronAdam:
+    def adam(self) -> RankAdam:
         """Optimizer of the chunks.
 
         Raises:
@@ -140,14 +144,21 @@ class RankTensors:
             raise TypeError("a frozen model has no optimizer")
         return self._adam
 
+    def _served(self, block: TensorBlock, adapter: Mapping[str, TensorBlock]) -> Tensor:
+        """Return a rectangle of the weights with the adapter merged, in the policy's dtype."""
+        merged = _merged(block, adapter, self._scaling)
+        return merged.to(self._plan.dtype) if block.is_divided else merged
+
     def _own(self, blocks: Sequence[TensorBlock]) -> list[TensorBlock]:
-        """Return the blocks that this rank exports; data-parallel copies divide the blocks among themselves."""
+        """Return the blocks that this rank exports: those that no other has, and its share of the copies."""
 
         def gives(number: int, block: TensorBlock) -> bool:
             group = group_of_copies(of_experts=block.is_expert)
             return number % group.size() == group.rank()
 
-        return [b for number, b in enumerate(blocks) if b.is_primary and 0 not in b.sizes and gives(number, b)]
+        copies = enumerate(b for b in blocks if not b.is_divided)
+        shared = [b for number, b in copies if b.is_primary and 0 not in b.sizes and gives(number, b)]
+        return [*(b for b in blocks if b.is_divided), *shared]
 
     def _parameters(self) -> list[Parameters]:
         """Return the trained parameters by Megatron's name."""

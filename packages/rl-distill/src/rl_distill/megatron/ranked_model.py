@@ -94,7 +94,7 @@ class RankedModel:
         lora = self._lora
         self._source = open_policy(policy, is_critic=self.head == "value", backend=backend)
         parallel = ParallelOptions() if ranks is None else ranks.parallel
-        check_layout(parallel, self._source.config)
+        check_layout(parallel, self._source.config, lora=lora)
         if self.trains:
             check_learner(options, parallel, self._source.config, lora=lora)
         adapted_modules(self._source.config, lora)

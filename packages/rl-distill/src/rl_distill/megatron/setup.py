@@ -19,13 +19,14 @@ from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
 from rl_distill.megatron.attention.varlen import use_newest_kernels
-from rl_distill.megatron.convert import Shard, TensorBlock, blocks_of, whole_block
+from rl_distill.megatron.convert import Shard, TensorBlock, blocks_of, held_blocks
 from rl_distill.megatron.kernels import PolicyTransformerConfig, chosen_kernels
 from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.model import Head, PolicyModel
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.overlap import connect_schedule, data_parallelism
 from rl_distill.megatron.parallel import undisturbed_random_numbers
+from rl_distill.megatron.sharded import shard_model
 from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
@@ -68,8 +69,8 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
         device: Device of the chunks.
 
     Returns:
-        One entry per chunk: Megatron's DistributedDataParallel around a PolicyModel, or the model itself if it is
-        frozen.
+        One entry per chunk: Megatron's DistributedDataParallel around a model, or the model itself if it is frozen or
+        FSDP divides it.
 
     Raises:
         DataError: A file or tensor is missing, incomplete or of the wrong shape.
@@ -79,10 +80,12 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
     is_virtual = len(shards) > 1
     chunks = []
     for index, shard in enumerate(shards):
-        with undisturbed_random_numbers(), warnings.catch_warnings(), device:
+        # Weights that are not filled yet use no host memory, so a model to divide never exists as a whole.
+        start = torch.device("cpu") if plan.parallel.shard_weights else device
+        with undisturbed_random_numbers(), warnings.catch_warnings(), start:
             warnings.simplefilter("ignore", DeprecationWarning)  # about Megatron's calls of its own functions
             model: Any = (
-                TransformersModel(plan.source.config, config, head=plan.head, lora=plan.lora)
+                TransformersModel(plan.source.config, config, head=plan.head, lora=plan.lora, dtype=_kept_dtype(plan))
                 if plan.source.config.model_json
                 else PolicyModel(
                     plan.source.config,
@@ -93,21 +96,33 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
                     lora=plan.lora,
                 )
             )
+        if plan.parallel.shard_weights:
+            shard_model(model, plan.dtype, device=device)
         with torch.no_grad():
             fill_weights(model, plan, shard)
             fill_adapter(model, plan, shard)
+        if plan.parallel.shard_weights:
+            chunks.append(model)
+            continue
         model = model.to(device)  # for layers that ignore the device context, such as Transformer Engine's
         if plan.dtype != torch.float32 and not plan.source.config.model_json:  # its buffers stay in float32
             model = Float16Module(config, model)
         chunks.append(model)
     if not plan.trains:
         return [chunk.requires_grad_(False) for chunk in chunks]
+    if plan.parallel.shard_weights:
+        return chunks
     ddp = data_parallelism(plan.options, plan.parallel, chunks)
     wrapped = [
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)
     ]
     connect_schedule(wrapped)
     return wrapped
+
+
+def _kept_dtype(plan: ModelPlan) -> torch.dtype:
+    """Return the dtype of a rank's weights, which are the optimizer's float32 weights if FSDP divides them."""
+    return torch.float32 if plan.parallel.shard_weights and plan.trains else plan.dtype
 
 
 def _configuration(plan: ModelPlan, *, device: torch.device) -> PolicyTransformerConfig:
@@ -137,10 +152,11 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
     for parameter in parameters.values():
         parameter.zero_()  # rows that pad the vocabulary stay zero
     for block in chunk_blocks(parameters, plan, shard):
+        dtype = plan.dtype if block.is_divided else block.view.dtype
         if tensors is not None and (block.name in tensors or block.name not in VALUE_HEAD.values()):
-            block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=block.view.dtype))
+            block.write(tensors.read(block.name, block.offsets, block.sizes, dtype=dtype))
         elif tensors is None and block.name not in VALUE_HEAD.values():
-            whole = random_tensor(block.name, block.shape, plan)
+            whole = random_tensor(block.name, block.shape, plan).to(dtype)
             block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 
@@ -173,7 +189,7 @@ def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> 
     policy = {name: tensor for name, tensor in state.items() if name not in VALUE_HEAD}
     blocks = blocks_of(policy, plan.source.config, shard)
     for name in (name for name in VALUE_HEAD if name in state):  # the order of a set differs between processes
-        blocks.append(whole_block(VALUE_HEAD[name], state[name], is_primary=shard.tensor_rank == 0))
+        blocks += held_blocks(VALUE_HEAD[name], state[name], is_primary=shard.tensor_rank == 0)
     return blocks
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -172,6 +174,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
     Attributes:
         is_packed: True if rows are computed end to end, without padding.
         shares_prefixes: True if attention computes shared prefixes of rows once.
+        calls_group: Ranks that gather weights together, and so call the layers equally often; None for no other.
     """
 
     def __init__(
@@ -181,6 +184,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         *,
         head: Head = "policy",
         lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Build the model; `settle` follows once its weights are loaded.
 
@@ -189,7 +193,9 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             config: Megatron's configuration of the policy.
             head: Output of the model.
             lora: Options of the adapter; rank 0 for none.
+            dtype: Dtype of the parameters; None for that of the computation.
         """
+        dtype = dtype or config.params_dtype
         torch.nn.Module.__init__(self)
         AttentionInterface.register(PACKED, _attention)
         AttentionMaskInterface.register(PACKED, _mask_rule)
@@ -198,7 +204,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self.pre_process = self.post_process = True
         self.share_embeddings_and_output_weights = False
         self.vp_stage = None
-        self.inner = build_model(policy.model_json, attn_implementation="eager", dtype=config.params_dtype)
+        self.inner = build_model(policy.model_json, attn_implementation="eager", dtype=dtype)
         if config.recompute_granularity == "full":
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
         for name in adapted_modules(policy, lora):
@@ -213,12 +219,13 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             output = self.inner.get_output_embeddings()
             path, _, own = next(n for n, m in self.inner.named_modules() if m is output).rpartition(".")
             setattr(self.inner.get_submodule(path), own, torch.nn.Identity())
-            self.value_head = torch.nn.Linear(policy.hidden_size, 1, dtype=config.params_dtype)
+            self.value_head = torch.nn.Linear(policy.hidden_size, 1, dtype=dtype)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
         elif self._output is self._input:
             self._output.zero_out_wgrad = True  # type: ignore[attr-defined] # Megatron then adds both gradients
         self.is_packed = self.shares_prefixes = False
+        self.calls_group: dist.ProcessGroup | None = None
         self._head_scale: float | None = 1.0
         self._name_of_layers = ""
         self._answer_kind: Any = None
@@ -231,6 +238,10 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             if isinstance(module, GradientCheckpointingLayer | LoraLinear):
                 module.training = mode
         return self
+
+    def layers(self) -> list[torch.nn.Module]:
+        """Return the decoder layers."""
+        return [module for module in self.inner.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def set_input_tensor(self, _: Any) -> None:
         """Do nothing: there is one pipeline stage."""
@@ -258,8 +269,11 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self._name_of_layers = self._find_layers()
         rows = _probe_rows(self._policy.vocab_size)
         batch, other_batch = _batch(rows), _batch([_other_row(rows[0], self._policy.vocab_size), *rows[1:]])
-        if self.value_head is not None:  # which may be 0
-            kept = self.value_head.weight.clone()
+        own_head = self.value_head
+        if own_head is not None:  # which may be 0
+            self.value_head = torch.nn.Linear(
+                self._policy.hidden_size, 1, bias=False, dtype=self.config.params_dtype, device=self._device
+            )
             self.value_head.weight.normal_(0.0, self._policy.hidden_size**-0.5, generator=_generator(self._device))
         self._use("eager", is_packed=False)
         expected = torch.cat([self._own_results(row) for row in rows])
@@ -279,6 +293,8 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # in any way
+                if isinstance(self, FSDPModule):
+                    self.reset_iter_state()
                 seen[way] = f"{type(error).__name__}: {error}"
                 return float("inf")
             nats = float((values - expected).abs().mean())
@@ -312,8 +328,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             shares_prefixes=self.shares_prefixes,
             padded_because=None if is_packed else seen["packed"],
         )
-        if self.value_head is not None:
-            self.value_head.weight.copy_(kept)
+        self.value_head = own_head
         self.train(was_training)
 
     def _use(self, attention: str, *, is_packed: bool) -> None:
@@ -378,6 +393,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         if self.is_packed:
             self._pack.layout = layout
             return self._base(ids[None], position_ids=positions[None], attention_mask=torch.ones_like(ids)[None])[0]
+        num_calls = self._most_calls(len(layout.buckets))
         index, outs, start = layout.index(1), [], 0
         places = ids.index_select(0, index.to_buckets)
         mask = torch.ones_like(places).index_fill_(0, index.padding, 0)
@@ -386,7 +402,18 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             start += rows * length
             of_rows = (x[part].view(rows, length) for x in (places, mask))
             outs.append(self._base(next(of_rows), attention_mask=next(of_rows)).flatten(0, 1))
-        return torch.cat(outs).index_select(0, index.from_buckets)
+        hidden = torch.cat(outs).index_select(0, index.from_buckets)
+        for _ in range(len(outs), num_calls):
+            hidden = hidden + 0.0 * self._base(ids[None, :1]).sum()
+        return hidden
+
+    def _most_calls(self, count: int) -> int:
+        """Return how often a rank of the group calls the layers at most."""
+        if self.calls_group is None:
+            return count
+        most = torch.tensor(count, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.calls_group)
+        return int(most)
 
     def _base(self, ids: Tensor, **others: Tensor) -> Tensor:
         """Return [rows, T, H] last hidden states of the layers."""
