@@ -128,6 +128,27 @@ def test_a_tensor_corrupted_on_its_way_is_named():
     assert caught.value.tensor == "norm.weight"
 
 
+def test_a_tensor_without_a_live_layer_must_arrive_and_give_the_learners_logprobs():
+    class Joined(FakeEngine):
+        def receipt(self, arrived):
+            full = super().receipt(arrived)
+            live = {name: probe for name, probe in full.live.items() if name != "norm.weight"}
+            return dataclasses.replace(full, live=live, unnamed=("norm.weight",))
+
+    class Lossy(Joined):
+        def receive(self, tensors):
+            return {name: tensor for name, tensor in tensors.items() if name != "norm.weight"}
+
+    class Stale(Joined):
+        def corrupt(self):
+            self.live["norm.weight"] = weights(seed=0)["norm.weight"]
+
+    assert publish(Joined()).canary_max_diff < 1e-6
+    for engine, message in ((Lossy(), "'norm.weight' did not arrive"), (Stale(), "logprob of token")):
+        with pytest.raises(WeightProofError, match=message):
+            publish(engine)
+
+
 def test_a_tensor_that_did_not_arrive_is_named():
     class Lossy(FakeEngine):
         def receive(self, tensors):
