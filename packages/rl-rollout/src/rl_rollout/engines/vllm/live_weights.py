@@ -111,7 +111,7 @@ def _named_parts(
 ) -> Iterator[tuple[str, LivePart]]:
     for path, module in model.named_modules():
         path = path.removesuffix(".base_layer")  # a layer with adapter support is wrapped
-        if isinstance(module, LinearBase):
+        if isinstance(module, LinearBase) and module.weight.ndim < 3:  # else it has the kernel of a convolution
             yield from _linear_parts(path, module, {} if f"{path}.weight" in wanted else packed)
         elif isinstance(module, VocabParallelEmbedding):
             yield f"{path}.weight", _vocabulary_part(module)
