@@ -12,6 +12,7 @@ from rl_core.errors import DataError, NotReadyError, WeightProofError
 from rl_core.weights.digests import probe_tensor, tensor_checksum
 from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
+    REROUTED_TOLERANCES,
     ProofTolerances,
     check_canary,
     check_receipt,
@@ -286,6 +287,20 @@ def test_the_first_position_does_not_count():
     found = [row.copy() for row in canary.logprobs]
     found[0][0] = 7.0
     assert check_canary(canary, found, tolerances=EXACT) == 0.0
+
+
+def test_the_mean_of_all_differences_is_compared_if_single_ones_may_be_large():
+    _, canary = update_and_canary()
+    found = [row.copy() for row in canary.logprobs]
+    found[0][1] += 0.9  # a token at other experts
+    count = sum(len(row) - 1 for row in found)
+    assert check_canary(canary, found, tolerances=REROUTED_TOLERANCES) == pytest.approx(0.9, rel=1e-4)
+    with pytest.raises(WeightProofError, match=r"by .* nats in the mean .*transformers engine"):
+        check_canary(canary, found, tolerances=ProofTolerances(canary=math.inf, mean_canary=0.8 / count))
+    with pytest.raises(WeightProofError, match=r"by 0\.4000 nats in the mean"):
+        check_canary(canary, [row + 0.4 for row in canary.logprobs], tolerances=REROUTED_TOLERANCES)
+    with pytest.raises(WeightProofError, match="nan"):
+        check_canary(canary, [row * math.nan for row in found], tolerances=REROUTED_TOLERANCES)
 
 
 def test_differences_within_the_tolerance_pass_and_are_reported():

@@ -101,8 +101,8 @@ def _replay(settings: Settings) -> Iterator[str]:
     elif routes_anew(settings):
         yield f"{INDENT}a mixture without replay: some tokens train other experts than the engine used, because"
         yield f"{INDENT}{why_not_replayed(settings)}"
-        if math.isinf(proof_tolerances(settings).canary):
-            yield f"{INDENT}so only tensors, not logprobs, prove weight updates; set trainer.proof_tolerance"
+        if math.isinf((tolerances := proof_tolerances(settings)).canary):
+            yield f"{INDENT}so only the mean of the canary's differences is compared: {tolerances.mean_canary:g} nats"
 
 
 def _engine_place(settings: Settings) -> str:
