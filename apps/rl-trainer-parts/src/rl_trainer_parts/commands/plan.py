@@ -18,6 +18,7 @@ from rl_distill import (
 )
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
+from rl_trainer_parts.learning.engine_choice import engine_choice, engine_name
 from rl_trainer_parts.learning.mixtures import (
     expert_shape,
     learner_name,
@@ -80,7 +81,10 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     if config.model_json:
         yield f"{INDENT}{config.architecture} is computed by transformers' class, whole on each rank"
     yield from _ranks(settings, inline_rank)
-    yield f"  engine     {rollout.engine}, {settings.vllm.dtype}, {where}; loop {rollout.loop}"
+    engine = engine_choice(settings)
+    yield f"  engine     {engine.name}, {settings.vllm.dtype}, {where}; loop {rollout.loop}"
+    if engine.reason:
+        yield f"{INDENT}rollout.engine = auto: {engine.reason}"
     yield from (f"{INDENT}{line}" for line in loop_lines)
     yield from _replay(settings)
     yield f"{INDENT}responses end at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
@@ -283,7 +287,7 @@ def _memory(settings: Settings) -> Iterator[str]:
         cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
         yield f"  teacher    {name}: {teacher.replicas} x {weights} weights{cache}, for {_parameters(config)}"
     cache = f" + {settings.vllm.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
-    yield f"  engine     {size_text(engine)} weights{cache if settings.rollout.engine == 'vllm' else ''}"
+    yield f"  engine     {size_text(engine)} weights{cache if engine_name(settings) == 'vllm' else ''}"
     if shape := expert_shape(settings):
         token = EXPERT_BYTES * math.prod(shape)
         step = rollout.prompts_per_step * rollout.group_size * longest_trajectory(settings) * token

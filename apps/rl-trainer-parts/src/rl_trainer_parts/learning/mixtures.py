@@ -6,6 +6,7 @@ from typing import Literal
 
 from rl_core.errors import RLError
 from rl_distill import PolicyConfig, parse_policy_config, read_policy_config
+from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.settings.schema import Settings
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -58,8 +59,8 @@ def why_not_replayed(settings: Settings) -> str:
         return f'policy.backend = "{settings.policy.backend}" cannot replay routing; "megatron" can'
     if learner_name(settings) == "transformers":
         return "transformers' class, which computes this architecture, cannot replay routing"
-    if settings.rollout.engine != "vllm":
-        return f'rollout.engine = "{settings.rollout.engine}" does not report routing; "vllm" does'
+    if (engine := engine_name(settings)) != "vllm":
+        return f'rollout.engine = "{engine}" does not report routing; "vllm" does'
     return "" if settings.vllm.capture_experts else "vllm.capture_experts = false"
 
 

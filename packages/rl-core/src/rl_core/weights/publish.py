@@ -72,8 +72,8 @@ class PublishReport:
 
 DIFFERENT_MODELS = (
     "Engine and learner compute different models: compare their configurations (rope, norms, dtype) and their "
-    "adapters. If the first update already differs, the engine does not compute this architecture as transformers does; use "
-    'the transformers engine (rollout.engine = "transformers").'
+    "adapters. If the first update already differs, the engine does not compute this architecture as transformers "
+    'does; use the transformers engine (rollout.engine = "transformers").'
 )
 
 
