@@ -46,7 +46,7 @@ def settings_of(folder: Path, config: dict[str, object] = MIXTURE, **changes: di
     values: dict[str, dict[str, object]] = {
         "policy": {"path": folder},
         "prompts": {"train": "train.jsonl", "max_tokens": 100},
-        "rollout": {"prompts_per_step": 6, "group_size": 4, "max_response_tokens": 28},
+        "rollout": {"engine": "vllm", "prompts_per_step": 6, "group_size": 4, "max_response_tokens": 28},
     }
     return build_settings({**values, **{name: {**values.get(name, {}), **change} for name, change in changes.items()}})
 
