@@ -9,10 +9,11 @@ from families import FAMILIES, SERVED_IN_CI, STATEFUL, UNSERVED, make_family
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.errors import RLError
-from rl_core.weights import Canary, ProofTolerances, PublishReport, TensorTransport, publish_weights
+from rl_core.weights import Canary, ProofTolerances, PublishReport, SharedFileTransport, publish_weights
 from rl_distill import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives import supervised_objective
+from rl_rollout.engines import ProcessEngine
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 
 pytest.importorskip("vllm")
@@ -44,18 +45,21 @@ def serve(name: str, folder: Path) -> list[PublishReport]:
     )
 
     async def publish() -> list[PublishReport]:
-        engine, batch, reports = VLLMEngine(folder, options), make_batch(), []
+        # vLLM runs transformers' classes only in a process that has started no other engine
+        engine = VLLMEngine(folder, options) if name in SERVED_IN_CI else ProcessEngine("vllm", folder, options)
+        transport, batch, reports = SharedFileTransport(), make_batch(), []
         try:
             await engine.start()
             for version in (1, 2):
                 weights = {one: tensor.clone() for one, tensor in learner.export_weights().items()}
-                update = TensorTransport().pack(weights, version=version, tied=learner.tied)
+                update = transport.pack(weights, version=version, tied=learner.tied)
                 canary = Canary(sequences=SEQUENCES, logprobs=list(learner.logprobs(batch)))
                 report = await publish_weights(update, [engine], canary=canary, tolerances=ProofTolerances())
                 reports.append(report)
                 learner.train_step(batch, supervised_objective)
         finally:
             await engine.close()
+            transport.close()
         return reports
 
     try:
