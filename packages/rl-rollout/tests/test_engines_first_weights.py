@@ -94,6 +94,9 @@ def test_a_layer_of_equal_values_belongs_to_no_tensor(tmp_path: Path) -> None:
     probes = folder_probes(folder, tensor_shapes(folder))
     live = {name: probe for name, probe in probes.items() if name not in ones} | {"c": probes["a.weight"]}
     assert names_of(live, folder) == LiveNames(unnamed=tuple(ones), unexplained=("c",))
+    save_file({"zero.weight": torch.zeros(3)}, folder / "b.safetensors")
+    probes = folder_probes(folder, tensor_shapes(folder))
+    assert names_of({**probes, "d": probes["zero.weight"]}, folder) == LiveNames(unexplained=("d",))
 
 
 def test_other_layouts_are_no_other_weights(tmp_path: Path) -> None:

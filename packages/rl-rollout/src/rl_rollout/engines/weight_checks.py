@@ -348,7 +348,7 @@ def check_first_weights(
     for name in sorted(live.keys() - probes.keys()):
         # names of one tensor share its probe; the first is the tensor's own
         equal = {id(probe): one for one, probe in reversed([*probes.items()]) if are_equal(probe, live[name])}
-        if len(equal) == 1:
+        if len(equal) == 1 and np.any(live[name]):  # zeros belong to no tensor
             renamed[name] = next(iter(equal.values()))
         else:
             unexplained.add(name)
