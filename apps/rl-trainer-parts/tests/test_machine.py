@@ -270,6 +270,7 @@ def test_needs_by_hand(tmp_path: Path) -> None:
             "policy": {"path": tmp_path / "policy"},
             "prompts": {"train": "train.jsonl"},
             "reward": {"function": "exact_match"},
+            "rollout": {"engine": "vllm"},
         }
         return needs_of(
             build_settings({**values, **{name: {**values.get(name, {}), **one} for name, one in changes.items()}})

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from invented_inputs import invented_inputs
 
+from rl_rollout.engines import EngineChoice
 from rl_trainer_parts.checks.algorithm import aggregation_notes
 from rl_trainer_parts.commands.plan import describe_plan
+from rl_trainer_parts.learning import engine_choice
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -54,7 +56,7 @@ def plan_settings(policy: Path, **changes: dict[str, object]) -> Settings:
         "policy": {"path": policy},
         "prompts": {"train": "train.jsonl", "max_tokens": 100},
         "reward": {"function": "exact_match"},
-        "rollout": {"prompts_per_step": 6, "group_size": 4, "max_response_tokens": 28},
+        "rollout": {"engine": "vllm", "prompts_per_step": 6, "group_size": 4, "max_response_tokens": 28},
         "optimizer": {"micro_batch_tokens": 1000},
         "trainer": {"steps": 10, "minibatches": 2, "validate_every": 5, "checkpoint_every": 3},
     }
@@ -89,6 +91,20 @@ def test_roles_and_memory(policy: Path) -> None:
     assert "vllm, float16" in changed
     assert "frozen copy of the policy (KL coefficient 0.01)" in changed
     assert "in a process of its own" in changed
+
+
+@pytest.mark.parametrize("name", ["vllm", "transformers"])
+def test_the_plan_says_which_engine_was_chosen_and_why(
+    policy: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = EngineChoice(name=name, reason="vLLM was asked")
+    monkeypatch.setattr(engine_choice, "choose_engine", lambda folder: chosen)
+    lines = describe_plan(plan_settings(policy, rollout={"engine": "auto"}), INPUTS).splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith(f"  engine     {name}, float32"))
+    assert lines[at + 1].strip() == "rollout.engine = auto: vLLM was asked"
+    assert "auto: " not in describe_plan(plan_settings(policy, rollout={"engine": name}), INPUTS)
+    joined = {"placement": "ray", "ray_address": "10.0.0.1:6379"}
+    assert engine_choice.engine_name(plan_settings(policy, rollout={"engine": "auto"}, cluster=joined)) == "vllm"
 
 
 def test_the_objective(policy: Path) -> None:

@@ -1,7 +1,6 @@
 """The experts of a mixture's rollouts, from the engine to the learner."""
 
 import json
-import math
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from invented_inputs import invented_inputs
 
 from rl_core import InProcessQueue
 from rl_core.testing import make_prompts, make_trajectory
-from rl_core.weights import BFLOAT16_TOLERANCES, ProofTolerances
+from rl_core.weights import BFLOAT16_TOLERANCES, REROUTED_TOLERANCES, ProofTolerances
 from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.learning.mixtures import expert_shape, replays
 from rl_trainer_parts.rollouts.engines import engine_options
@@ -47,7 +46,7 @@ def settings_of(folder: Path, config: dict[str, object] = MIXTURE, **changes: di
     values: dict[str, dict[str, object]] = {
         "policy": {"path": folder},
         "prompts": {"train": "train.jsonl", "max_tokens": 100},
-        "rollout": {"prompts_per_step": 6, "group_size": 4, "max_response_tokens": 28},
+        "rollout": {"engine": "vllm", "prompts_per_step": 6, "group_size": 4, "max_response_tokens": 28},
     }
     return build_settings({**values, **{name: {**values.get(name, {}), **change} for name, change in changes.items()}})
 
@@ -110,7 +109,7 @@ def test_the_plan_says_that_and_why_a_mixture_trains_without_replay(
     tmp_path: Path, changes: dict[str, dict[str, object]], why: str
 ) -> None:
     inputs = invented_inputs(train=30)
-    without, proven = "a mixture without replay", "only tensors, not logprobs, prove weight updates"
+    without, proven = "a mixture without replay", "only the mean of the canary's differences is compared: 0.2 nats"
     text = describe_plan(settings_of(tmp_path, **changes), inputs)
     assert without in text
     assert why in text
@@ -140,8 +139,20 @@ def test_a_canary_proves_a_bfloat16_mixture_where_the_learner_replays(tmp_path: 
     assert proof_tolerances(settings) == BFLOAT16_TOLERANCES
     untold = settings_of(tmp_path, vllm={**coarse, "capture_experts": False})
     assert not replays(untold)
-    assert proof_tolerances(untold).canary == math.inf
+    assert proof_tolerances(untold) == REROUTED_TOLERANCES
     assert proof_tolerances(settings_of(tmp_path, DENSE, vllm=coarse)) == BFLOAT16_TOLERANCES
     told_so = settings_of(tmp_path, vllm={**coarse, "capture_experts": False}, trainer={"proof_tolerance": 2.0})
     assert proof_tolerances(told_so).canary == 2.0
     assert proof_tolerances(settings_of(tmp_path, vllm={"capture_experts": False})) == ProofTolerances()
+
+
+def test_a_mixture_of_transformers_class_is_not_replayed(tmp_path: Path) -> None:
+    mixtral = {
+        **{name: size for name, size in DENSE.items() if "size" in name or name.startswith("num_")},
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+    }
+    settings = settings_of(tmp_path, mixtral, vllm={"dtype": "bfloat16"})
+    assert proof_tolerances(settings) == REROUTED_TOLERANCES
+    assert "transformers' class, which computes this architecture" in describe_plan(settings, invented_inputs(train=3))

@@ -12,6 +12,7 @@ from rl_core.errors import DataError, NotReadyError, WeightProofError
 from rl_core.weights.digests import probe_tensor, tensor_checksum
 from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
+    REROUTED_TOLERANCES,
     ProofTolerances,
     check_canary,
     check_receipt,
@@ -126,6 +127,27 @@ def test_a_tensor_corrupted_on_its_way_is_named():
     with pytest.raises(WeightProofError, match=r"'norm\.weight' was changed in transit.*version 5") as caught:
         publish(FlippedBit())
     assert caught.value.tensor == "norm.weight"
+
+
+def test_a_tensor_without_a_live_layer_must_arrive_and_give_the_learners_logprobs():
+    class Joined(FakeEngine):
+        def receipt(self, arrived):
+            full = super().receipt(arrived)
+            live = {name: probe for name, probe in full.live.items() if name != "norm.weight"}
+            return dataclasses.replace(full, live=live, unnamed=("norm.weight",))
+
+    class Lossy(Joined):
+        def receive(self, tensors):
+            return {name: tensor for name, tensor in tensors.items() if name != "norm.weight"}
+
+    class Stale(Joined):
+        def corrupt(self):
+            self.live["norm.weight"] = weights(seed=0)["norm.weight"]
+
+    assert publish(Joined()).canary_max_diff < 1e-6
+    for engine, message in ((Lossy(), "'norm.weight' did not arrive"), (Stale(), "logprob of token")):
+        with pytest.raises(WeightProofError, match=message):
+            publish(engine)
 
 
 def test_a_tensor_that_did_not_arrive_is_named():
@@ -265,6 +287,20 @@ def test_the_first_position_does_not_count():
     found = [row.copy() for row in canary.logprobs]
     found[0][0] = 7.0
     assert check_canary(canary, found, tolerances=EXACT) == 0.0
+
+
+def test_the_mean_of_all_differences_is_compared_if_single_ones_may_be_large():
+    _, canary = update_and_canary()
+    found = [row.copy() for row in canary.logprobs]
+    found[0][1] += 0.9  # a token at other experts
+    count = sum(len(row) - 1 for row in found)
+    assert check_canary(canary, found, tolerances=REROUTED_TOLERANCES) == pytest.approx(0.9, rel=1e-4)
+    with pytest.raises(WeightProofError, match=r"by .* nats in the mean .*transformers engine"):
+        check_canary(canary, found, tolerances=ProofTolerances(canary=math.inf, mean_canary=0.8 / count))
+    with pytest.raises(WeightProofError, match=r"by 0\.4000 nats in the mean"):
+        check_canary(canary, [row + 0.4 for row in canary.logprobs], tolerances=REROUTED_TOLERANCES)
+    with pytest.raises(WeightProofError, match="nan"):
+        check_canary(canary, [row * math.nan for row in found], tolerances=REROUTED_TOLERANCES)
 
 
 def test_differences_within_the_tolerance_pass_and_are_reported():

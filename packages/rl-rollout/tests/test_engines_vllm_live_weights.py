@@ -144,6 +144,22 @@ def test_a_tensor_joined_in_the_checkpoint_too_is_put_together() -> None:
     np.testing.assert_allclose(joined, probe_tensor(gate_up), rtol=1e-6)
 
 
+def test_a_joined_tensor_a_buffer_and_a_bias_of_the_head_are_live_if_the_checkpoint_names_them() -> None:
+    model = model_of_rank(random_tensors(), 0, 1)
+    model.register_buffer("scale", torch.tensor([2.0]))
+    model.register_buffer("angles", torch.tensor([3.0]))
+    model.lm_head.bias = torch.nn.Parameter(torch.arange(16.0), requires_grad=False)
+    plain, wanted = live_parts(model), live_parts(model, {"scale", "mlp.gate_up_proj.weight"})
+    assert wanted.keys() - plain.keys() == {"scale", "mlp.gate_up_proj.weight"}
+    assert plain.keys() - wanted.keys() == {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
+    joined = join_parts([wanted], {})
+    np.testing.assert_allclose(
+        joined["mlp.gate_up_proj.weight"], probe_tensor(model.mlp.gate_up_proj.weight), rtol=1e-5, atol=1e-5
+    )
+    assert joined["scale"].tolist() == [2.0]
+    assert joined["lm_head.bias"].tolist() == list(range(VOCAB))
+
+
 def part(values: list[float], *, start: int = 0, num_rows: int = 3, is_summand: bool = False) -> LivePart:
     return LivePart(values=np.array(values, np.float32), start=start, num_rows=num_rows, is_summand=is_summand)
 

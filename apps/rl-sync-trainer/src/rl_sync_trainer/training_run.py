@@ -14,6 +14,7 @@ from rl_rollout.engines import ReplicatedEngine
 from rl_rollout.prompts import PromptSource
 from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_sync_trainer.loop import train
+from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.learning.mixtures import learner_name
 from rl_trainer_parts.learning.start_learners import describe_parameters, start_learners
 from rl_trainer_parts.learning.teachers import make_teachers
@@ -61,10 +62,10 @@ class TrainingRun:
         # The learner's weights are published to it later.
         engine = make_engine(settings, settings.policy.path, log_directory=self._folder.path / "logs")
         stack.push_async_callback(engine.close)
-        with console.phase(f"starting {settings.rollout.engine} engine"):
+        with console.phase(f"starting {engine_name(settings)} engine"):
             await stop.run(
                 engine.start(),
-                what=f"{settings.rollout.engine} engine to start (rollout.start_deadline_s)",
+                what=f"{engine_name(settings)} engine to start (rollout.start_deadline_s)",
                 deadline_s=settings.rollout.start_deadline_s,
             )
         console.say(f"engine: {engine.traits.name}")

@@ -29,6 +29,7 @@ from rl_core.errors import CheckpointError, RLError, RolloutError
 from rl_core.weights import PublishReport
 from rl_distill.learner_host import PackedWeights
 from rl_metrics.reductions import Histogram
+from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.learning.mixtures import learner_name
 from rl_trainer_parts.run.folder import read_run_state
 from rl_trainer_parts.run.stopping import StopRequestedError
@@ -107,7 +108,7 @@ class Controller:
                     await link.start()
 
         work = [
-            started(f"{self._settings.rollout.engine} engine", self._rollouter),
+            started(f"{engine_name(self._settings)} engine", self._rollouter),
             started(f"{learner_name(self._settings)} learner", self._learner),
         ]
         if self._teachers is not None:

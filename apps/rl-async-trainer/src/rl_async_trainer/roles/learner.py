@@ -23,6 +23,7 @@ from rl_metrics.reductions import Recorder, batch_distributions, summarize_gpus,
 from rl_rollout import Rollout
 from rl_rollout.engines import RolloutEngine, engine_class
 from rl_rollout.rollouter import PolicyScores, policy_scores
+from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.start_learners import start_learners
 from rl_trainer_parts.learning.step import LearningParts, learn
@@ -165,7 +166,7 @@ class RunLearner(LearnerHost):
         if self._engine is None or self._rollout is None:
             settings = self._settings
             options = engine_options(settings, serves_adapter=False)  # `hold` keeps merged weights
-            self._engine = engine_class(settings.rollout.engine)(settings.policy.path, options)
+            self._engine = engine_class(engine_name(settings))(settings.policy.path, options)
             await self._engine.start()
             self._rollout = self._stack.enter_context(open_rollout(settings, read_tokenizer(settings), self._engine))
         return self._engine, self._rollout

@@ -177,7 +177,7 @@ def _names(settings: Settings) -> Iterator[str]:
     yield from unknown_names(
         [
             *algorithm_names(settings),
-            ("rollout.engine", rollout.engine, [name for name in known_engines() if name != SCRIPTED]),
+            ("rollout.engine", rollout.engine, ["auto", *(name for name in known_engines() if name != SCRIPTED)]),
             ("rollout.loop", rollout.loop, LOOPS.names()),
         ]
     )

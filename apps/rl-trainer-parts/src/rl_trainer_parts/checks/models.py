@@ -19,6 +19,7 @@ from rl_rollout.engines import engine_class
 from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.checks.model_folder import check_policy_folder
+from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.learning.start_learners import needs_critic
 from rl_trainer_parts.learning.teachers import teacher_engine_options
@@ -99,7 +100,7 @@ def check_engines(settings: Settings) -> None:
     """
     if settings.cluster.ray_address is not None:
         return
-    found, served = [], [("rollout.engine", settings.rollout.engine, settings.policy.path, engine_options(settings))]
+    found, served = [], [("rollout.engine", engine_name(settings), settings.policy.path, engine_options(settings))]
     for name, teacher in settings.distillation.teachers.items():
         if teacher.engine == "vllm":
             setting, options = f"distillation.teachers.{name}.engine", teacher_engine_options(settings, name)

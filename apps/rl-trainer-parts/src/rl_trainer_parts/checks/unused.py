@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from rl_rollout.engines import TransformersOptions, VLLMOptions
+from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.objective import has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.start_learners import needs_critic
@@ -70,7 +71,11 @@ RULES = (
     ),
     unused_with("rollout.offload_engine", [False], "rollout.offload_keeps_weights"),
     unused_with("optimizer.decay_steps", [None], "optimizer.decay", "optimizer.min_learning_rate"),
-    unused_with("rollout.engine", ["transformers"], *_VLLM_ALONE),
+    Unused(
+        names=tuple(_VLLM_ALONE),
+        when=lambda s: engine_name(s) == "transformers",
+        because='with rollout.engine = "transformers"',
+    ),
     Unused(
         names=(
             *("prompts.validation_limit", "prompts.validation_samples", "prompts.validation_temperature"),

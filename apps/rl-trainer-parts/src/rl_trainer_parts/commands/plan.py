@@ -18,6 +18,7 @@ from rl_distill import (
 )
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
+from rl_trainer_parts.learning.engine_choice import engine_choice, engine_name
 from rl_trainer_parts.learning.mixtures import (
     expert_shape,
     learner_name,
@@ -81,9 +82,12 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
         held = "divided over the ranks" if settings.parallel.shard_weights else "whole on each rank"
         yield f"{INDENT}{config.architecture} is computed by transformers' class, {held}"
     yield from _ranks(settings, inline_rank)
-    yield f"  engine     {rollout.engine}, {settings.vllm.dtype}, {where}; loop {rollout.loop}"
+    engine = engine_choice(settings)
+    yield f"  engine     {engine.name}, {settings.vllm.dtype}, {where}; loop {rollout.loop}"
+    if engine.reason:
+        yield f"{INDENT}rollout.engine = auto: {engine.reason}"
     yield from (f"{INDENT}{line}" for line in loop_lines)
-    yield from _replay(settings, config)
+    yield from _replay(settings)
     yield f"{INDENT}responses end at token {' or '.join(map(str, end_token_ids(settings.policy.path))) or 'none'}"
     yield f"  reward     {settings.reward.label}"
     if settings.algorithm.kl_coefficient:
@@ -95,18 +99,15 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
     yield from _teachers(settings)
 
 
-def _replay(settings: Settings, config: PolicyConfig) -> Iterator[str]:
+def _replay(settings: Settings) -> Iterator[str]:
     """Lines about a mixture of experts: whether the learner replays the engine's routing."""
     if expert_shape(settings) is not None:
         yield f"{INDENT}records each token's experts, which the learner replays"
     elif routes_anew(settings):
         yield f"{INDENT}a mixture without replay: some tokens train other experts than the engine used, because"
         yield f"{INDENT}{why_not_replayed(settings)}"
-        if math.isinf(proof_tolerances(settings).canary):
-            yield f"{INDENT}so only tensors, not logprobs, prove weight updates; set trainer.proof_tolerance"
-    elif config.is_routed_by_class:
-        yield f"{INDENT}a mixture without replay: some tokens train other experts than the engine used, because"
-        yield f"{INDENT}transformers' class cannot be given the engine's experts"
+        if math.isinf((tolerances := proof_tolerances(settings)).canary):
+            yield f"{INDENT}so only the mean of the canary's differences is compared: {tolerances.mean_canary:g} nats"
 
 
 def _engine_place(settings: Settings) -> str:
@@ -287,7 +288,7 @@ def _memory(settings: Settings) -> Iterator[str]:
         cache = f" + {teacher.kv_cache_gib or 1:g} GiB KV cache (on a CPU)" if teacher.engine == "vllm" else ""
         yield f"  teacher    {name}: {teacher.replicas} x {weights} weights{cache}, for {_parameters(config)}"
     cache = f" + {settings.vllm.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
-    yield f"  engine     {size_text(engine)} weights{cache if settings.rollout.engine == 'vllm' else ''}"
+    yield f"  engine     {size_text(engine)} weights{cache if engine_name(settings) == 'vllm' else ''}"
     if shape := expert_shape(settings):
         token = EXPERT_BYTES * math.prod(shape)
         step = rollout.prompts_per_step * rollout.group_size * longest_trajectory(settings) * token

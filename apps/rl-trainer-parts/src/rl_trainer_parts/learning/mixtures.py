@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rl_core.errors import RLError
 from rl_distill import ModelBackend, PolicyConfig, parse_policy_config, read_policy_config
+from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -44,16 +45,24 @@ def replays(settings: Settings) -> bool:
 
 def routes_anew(settings: Settings) -> bool:
     """True for a mixture whose learner does not replay the routing."""
-    return bool(why_not_replayed(settings)) and _mixture_shape(settings) is not None
+    return bool(why_not_replayed(settings)) and _is_mixture(settings)
 
 
 def why_not_replayed(settings: Settings) -> str:
     """Why a mixture's learner does not replay the routing, by setting; "" if it does."""
-    if settings.policy.backend == "transformers":
-        return f'policy.backend = "{settings.policy.backend}" cannot replay routing; "megatron" can'
-    if settings.rollout.engine != "vllm":
-        return f'rollout.engine = "{settings.rollout.engine}" does not report routing; "vllm" does'
+    if learner_name(settings) == "transformers":
+        return "transformers' class cannot be given the engine's experts"
+    if (engine := engine_name(settings)) != "vllm":
+        return f'rollout.engine = "{engine}" does not report routing; "vllm" does'
     return "" if settings.vllm.capture_experts else "vllm.capture_experts = false"
+
+
+def _is_mixture(settings: Settings) -> bool:
+    try:
+        config = model_config(settings.policy.path, settings.policy.backend)
+    except RLError:  # the checks report it
+        return False
+    return config.mixture is not None or config.is_routed_by_class
 
 
 def _mixture_shape(settings: Settings) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from rl_core.terminal_text import bytes_text
 from rl_distill import LoraOptions, adapter_size, count_parameters, rank_memory
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.checks.models import check_engines
+from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.machine.readings import SHARED_MEMORY
@@ -72,7 +73,7 @@ def needs_of(settings: Settings) -> Needs:
     A run that joins a Ray cluster needs only libraries here, because its models run on the cluster's machines.
     """
     models = [settings.policy.backend, *(teacher.engine for teacher in settings.distillation.teachers.values())]
-    engines = {settings.rollout.engine} - {"transformers"}  # which needs no other library
+    engines = {engine_name(settings)} - {"transformers"}  # which needs no other library
     parts = {*models, *engines, *settings.placements.values()}
     needed = (library for part, library in LIBRARIES.items() if part in parts)
     needs = Needs(libraries=frozenset(("torch", "transformers", *needed)), run_folder=settings.run_folder)
@@ -116,7 +117,7 @@ def _sizes(settings: Settings, needs: Needs) -> Needs:
         critic = settings.critic.path or policy
         rank += _rank(settings, critic, "critic")
         checkpoint += STATE_BYTES * count_parameters(model_config(critic)).total
-    is_vllm = rollout.engine == "vllm"
+    is_vllm = engine_name(settings) == "vllm"
     is_apart = _is_apart(settings)
     weights = total * BYTES[engine.dtype]
     cache = int((engine.kv_cache_gib or CPU_CACHE_GIB) * GIB) if is_vllm else 0
@@ -148,7 +149,7 @@ def shared_memory_bytes(settings: Settings) -> int:
     update = BYTES[settings.optimizer.dtype] * sent
     if _is_apart(settings):  # the old file is replaced when the new one is complete
         return 2 * update if settings.weights.transport == "file" else 0
-    has_workers = settings.rollout.engine == "vllm" and settings.vllm.tensor_parallel_size > 1
+    has_workers = engine_name(settings) == "vllm" and settings.vllm.tensor_parallel_size > 1
     return update if has_workers else 0
 
 

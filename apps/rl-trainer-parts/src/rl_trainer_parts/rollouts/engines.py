@@ -15,6 +15,7 @@ from rl_rollout.engines import (
     VLLMOptions,
     engine_class,
 )
+from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.learning.mixtures import learner_name, model_config
 from rl_trainer_parts.settings.schema import Settings
 
@@ -32,7 +33,7 @@ def make_engine(
     """
     options = engine_options(settings, serves_adapter=serves_adapter)
     if settings.rollout.placement == "inline":
-        return ReplicatedEngine([engine_class(settings.rollout.engine)(policy, options)])
+        return ReplicatedEngine([engine_class(engine_name(settings))(policy, options)])
     pool = replica_pool(settings)
     return ReplicatedEngine(
         [
@@ -50,7 +51,7 @@ async def start_within(engine: RolloutEngine, settings: Settings) -> None:
         EngineError: The engine cannot start.
     """
     deadline_s = settings.rollout.start_deadline_s
-    what = f"the {settings.rollout.engine} engine to start (rollout.start_deadline_s)"
+    what = f"the {engine_name(settings)} engine to start (rollout.start_deadline_s)"
     async with within(deadline_s, f"waited {deadline_s:g} s for {what} and gave up."):
         await engine.start()
 
@@ -82,7 +83,7 @@ def make_replica(
         deadline_s=settings.rollout.start_deadline_s,
     )
     chosen = engine_options(settings) if options is None else options
-    return ProcessEngine(settings.rollout.engine, policy, chosen, host=host, index=index)
+    return ProcessEngine(engine_name(settings), policy, chosen, host=host, index=index)
 
 
 def replica_pool(settings: Settings) -> ResourcePool | None:
@@ -124,7 +125,7 @@ def engine_options(settings: Settings, *, serves_adapter: bool = True) -> Any:
         capture_experts=settings.vllm.capture_experts and learner_name(settings) == "megatron",
         **(_room_for_adapter(settings) if serves_adapter else {}),
     )
-    if settings.rollout.engine != "transformers":
+    if engine_name(settings) != "transformers":
         return options
     shared = {field.name for field in fields(TransformersOptions)} & {field.name for field in fields(VLLMOptions)}
     return TransformersOptions(**{name: getattr(options, name) for name in shared})

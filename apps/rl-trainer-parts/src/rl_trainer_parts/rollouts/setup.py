@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from rl_core.data import IntArray, Json
 from rl_core.errors import DataError, SettingsError
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
+    REROUTED_TOLERANCES,
     ProofTolerances,
     SharedFileTransport,
     TensorTransport,
@@ -118,14 +118,13 @@ def proof_tolerances(settings: Settings) -> ProofTolerances:
     """Tolerances between engine and learner.
 
     In float32, both almost always route a mixture's tokens to the same experts. In a coarser dtype some tokens go to
-    other experts; unless the learner replays the engine's routing, canary logprobs may then differ by any amount.
+    other experts; unless the learner replays the engine's routing, only the mean of the differences is compared.
     """
     is_exact = settings.vllm.dtype == settings.optimizer.dtype == "float32"
     default = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
-    canary = default.canary if settings.trainer.proof_tolerance is None else settings.trainer.proof_tolerance
-    if not is_exact and settings.trainer.proof_tolerance is None and routes_anew(settings):
-        canary = math.inf
-    return ProofTolerances(probe=default.probe, canary=canary)
+    if settings.trainer.proof_tolerance is not None:
+        return replace(default, canary=settings.trainer.proof_tolerance)
+    return REROUTED_TOLERANCES if not is_exact and routes_anew(settings) else default
 
 
 @contextmanager

@@ -109,7 +109,8 @@ class RolloutSettings:
     """How responses are generated.
 
     Attributes:
-        engine: "vllm", "transformers", or the name of an engine that another package installs.
+        engine: "auto" (vLLM where it is installed and knows the policy's architecture, else transformers), "vllm",
+            "transformers", or the name of an engine that another package installs.
         placement: Where the engine runs: "inline" (in the trainer's process, easy to debug), "process" (in processes on
             this machine) or "ray" (in Ray actors, on one or more machines). See `replicas`.
         loop: Agent loop: "single_turn", "tools", "environment", "agent", "verifiers" (see examples/verifiers), or the
@@ -132,7 +133,7 @@ class RolloutSettings:
         start_deadline_s: Maximum time for the engine to start.
     """
 
-    engine: str = "vllm"
+    engine: str = "auto"
     placement: Literal["inline", "process", "ray"] = "inline"
     loop: str = "single_turn"
     loop_options: dict[str, Json] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from rl_core.weights.digests import (
 from rl_core.weights.model_views import folder_views
 from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
+    REROUTED_TOLERANCES,
     ProofTolerances,
     PublishReport,
     check_finite,
@@ -55,6 +56,7 @@ __all__ = [
     "LORA_A",
     "LORA_B",
     "PEFT_PREFIX",
+    "REROUTED_TOLERANCES",
     "SHARED_MEMORY",
     "AdapterUpdate",
     "Broadcast",

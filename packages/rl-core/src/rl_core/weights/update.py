@@ -235,12 +235,15 @@ class WeightReceipt:
         live: Probe of each tensor as the engine now serves it, including tied names; NaN if the tensor read back
             differs in bits, or if its expert computes something else.
         problems: Problems that the engine found, such as an adapter in the wrong slot; they fail the proof.
+        unnamed: Tensors that no live layer has as they are. At its start, an update with other values reached its
+            live layers, and the folder's own brought them back bit for bit. The canary proves their values.
     """
 
     version: int
     arrived: Mapping[str, str]
     live: Mapping[str, FloatArray]
     problems: tuple[str, ...] = ()
+    unnamed: tuple[str, ...] = ()
 
 
 @record

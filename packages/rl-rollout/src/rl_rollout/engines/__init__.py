@@ -1,6 +1,7 @@
 """Engines that generate responses. Importing this package loads no engine; import each from its own module."""
 
 from rl_core.weights import TokenScores
+from rl_rollout.engines.choice import EngineChoice, choose_engine
 from rl_rollout.engines.model_folder import end_token_ids, max_positions, model_end_tokens, vocabulary_size
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions, engine_class, known_engines
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
@@ -20,6 +21,7 @@ from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.engines.streaming import stream
 
 __all__ = [
+    "EngineChoice",
     "EngineLoad",
     "EnginePlacement",
     "EngineTraits",
@@ -36,6 +38,7 @@ __all__ = [
     "TokenScores",
     "TransformersOptions",
     "VLLMOptions",
+    "choose_engine",
     "end_token_ids",
     "engine_class",
     "known_engines",

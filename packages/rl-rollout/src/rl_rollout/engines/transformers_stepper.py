@@ -30,6 +30,7 @@ from rl_rollout.engines.weight_checks import (
     check_first_weights,
     check_update,
     folder_probes,
+    require_explained,
     tensor_shapes,
     update_tensors,
 )
@@ -105,7 +106,7 @@ class TransformersStepper:
         tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
         probes |= {name: probes[source] for name, source in tied.items() if source in probes}
         live = {name: probe_tensor(tensor) for name, tensor in self._base().items()}
-        check_first_weights(probes, live, model_dir=model_dir, dtype=options.dtype)
+        require_explained(check_first_weights(probes, live, model_dir=model_dir, dtype=options.dtype), model_dir)
         _choose_attention(self._model)
         self._way = _choose_way(self._model)
         attention = self._model.config._attn_implementation

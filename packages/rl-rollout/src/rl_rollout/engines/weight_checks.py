@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from rl_core.data import FloatArray
 from rl_core.errors import EngineError, WeightProofError, WeightsGoneError
 from rl_core.files import locked_folder, read_json_object, read_safetensors_header, require_plain
+from rl_core.record_fields import record
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
     FOLDER_PREFIX,
@@ -246,6 +248,22 @@ log = structlog.get_logger(__name__)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+def folder_tensors(model_dir: Path, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the folder's tensors one by one, by the names that learners publish.
+
+    Args:
+        model_dir: The model's folder.
+        shapes: Its tensors; see `tensor_shapes`.
+    """
+    config = read_json_object(model_dir / "config.json", error=EngineError)
+    for file in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 - not a mapping
+                found = {stored: tensors.get_tensor(stored)}
+                apart = each_expert(found, model_type=config.get("model_type"))
+                yield from ((name, tensor) for name, tensor in apart.items() if name in shapes)
+
+
 def folder_probes(model_dir: Path, shapes: Shapes) -> dict[str, FloatArray]:
     """Return the probe of each tensor that an engine must serve after it has loaded the folder.
 
@@ -256,64 +274,109 @@ def folder_probes(model_dir: Path, shapes: Shapes) -> dict[str, FloatArray]:
     Returns:
         [out] float32 by Hugging Face name. A head that is tied, or missing, has the embedding's probe.
     """
-    config, probes = read_json_object(model_dir / "config.json", error=EngineError), dict[str, FloatArray]()
-    for file in sorted(model_dir.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for stored in tensors.keys():  # noqa: SIM118 - not a mapping
-                found = {stored: tensors.get_tensor(stored)}
-                for name, tensor in each_expert(found, model_type=config.get("model_type")).items():
-                    if name in shapes:
-                        probes[name] = probe_tensor(tensor)
+    config = read_json_object(model_dir / "config.json", error=EngineError)
+    probes = {name: probe_tensor(tensor) for name, tensor in folder_tensors(model_dir, shapes)}
     is_tied = config.get("tie_word_embeddings")
     if EMBEDDING in probes and (is_tied or HEAD not in probes):
         probes[HEAD] = probes[EMBEDDING]
     return probes
 
 
+@record
+class LiveNames:
+    """How an engine's live layers are found among a folder's tensors.
+
+    Attributes:
+        renamed: The tensor that a live layer serves unchanged under another name, by the layer's name.
+        unnamed: Tensors that no live layer has as they are: joined, split, transposed or converted by the engine, or
+            not served.
+        unexplained: Live layers that have no tensor of the folder as it is.
+        by_round_trip: Tensors without a live layer of their own that a round trip has proven.
+    """
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unnamed: tuple[str, ...] = ()
+    unexplained: tuple[str, ...] = ()
+    by_round_trip: tuple[str, ...] = ()
+
+
 def check_first_weights(
-    probes: Mapping[str, FloatArray], live: Mapping[str, FloatArray], *, model_dir: Path, dtype: str
-) -> None:
+    probes: Mapping[str, FloatArray],
+    live: Mapping[str, FloatArray],
+    *,
+    model_dir: Path,
+    dtype: str,
+) -> LiveNames:
     """Compare an engine's live layers with the folder that it loaded.
 
-    A tensor that the engine serves under another name is found by its values. Tensors of the folder that it does not
-    serve, such as those of a layer that only training uses, are not proven, and logged.
+    A tensor that the engine serves under another name is found by its values. What has another layout in the engine
+    (transposed, or with its rows in another order) is returned as unnamed, like what it joins or converts.
 
     Args:
         probes: Result of `folder_probes`.
         live: The engine's probe of each live tensor, by Hugging Face name.
-        model_dir: The folder, for messages.
+        model_dir: The folder, from which tensors that differ are read again.
         dtype: The engine's dtype.
 
     Raises:
-        WeightProofError: A live tensor differs, or comes from no tensor of the folder (the message names it), or the
-            engine serves none of them.
+        WeightProofError: A live tensor differs (the message names it), or the engine serves none of them.
     """
     tolerances = ProofTolerances() if dtype == "float32" else BFLOAT16_TOLERANCES
-    for name in sorted(live.keys() & probes.keys()):
-        share = _difference(probes[name], live[name])
-        if not share <= tolerances.probe:
-            raise WeightProofError(
-                f"the engine loaded {model_dir}, but serves something else as tensor {name!r}: its probe differs by "
-                f"{share:.2g} of its largest value (allowed {tolerances.probe:g}). {_cause(name)}",
-                tensor=name,
-            )
-    unproven = sorted(probes.keys() - live.keys() - {HEAD})
-    for name in sorted(live.keys() - probes.keys()):
-        of = next((one for one in unproven if _difference(probes[one], live[name]) <= tolerances.probe), None)
-        if of is None:
-            raise WeightProofError(
-                f"the engine serves tensor {name!r}, which {model_dir} does not have, under this or another name, so "
-                "its values may be random. Write the folder again with save_pretrained, correct the setting of "
-                "config.json that asks for it, or use the transformers engine.",
-                tensor=name,
-            )
-        unproven.remove(of)
+
+    def are_equal(expected: FloatArray, found: FloatArray) -> bool:
+        return _difference(expected, found) <= tolerances.probe
+
+    differing = {name for name in live.keys() & probes.keys() if not are_equal(probes[name], live[name])}
+    reordered = {
+        name
+        for name, tensor in folder_tensors(model_dir, dict.fromkeys(differing, ()))
+        if are_equal(np.sort(probes[name]), np.sort(live[name]))
+        or (tensor.ndim == 2 and are_equal(probe_tensor(tensor.T), live[name]))
+    }
+    for name in sorted(differing - reordered):
+        raise WeightProofError(
+            f"the engine loaded {model_dir}, but serves something else as tensor {name!r}: its probe differs by "
+            f"{_difference(probes[name], live[name]):.2g} of its largest value (allowed {tolerances.probe:g}). "
+            f"{_cause(name)}",
+            tensor=name,
+        )
     if not live:
         raise WeightProofError(
             f"the engine serves no tensor of {model_dir} that can be read back, so nothing is proven."
         )
-    if unproven:
-        log.warning("first_weights_not_proven", folder=str(model_dir), tensors=len(unproven), first=unproven[0])
+    renamed, unexplained = dict[str, str](), set(reordered)
+    for name in sorted(live.keys() - probes.keys()):
+        # names of one tensor share its probe; the first is the tensor's own
+        equal = {id(probe): one for one, probe in reversed([*probes.items()]) if are_equal(probe, live[name])}
+        if len(equal) == 1 and np.any(live[name]):  # zeros belong to no tensor
+            renamed[name] = next(iter(equal.values()))
+        else:
+            unexplained.add(name)
+    unnamed = (probes.keys() - live.keys() - {HEAD} - {*renamed.values()}) | reordered
+    return LiveNames(renamed=renamed, unnamed=tuple(sorted(unnamed)), unexplained=tuple(sorted(unexplained)))
+
+
+def require_explained(found: LiveNames, model_dir: Path) -> LiveNames:
+    """Refuse live layers that come from no tensor of the folder, and log tensors that the engine does not serve.
+
+    Returns:
+        The same names.
+
+    Raises:
+        WeightProofError: A live layer has no tensor of the folder.
+    """
+    if found.unexplained:
+        name = found.unexplained[0]
+        raise WeightProofError(
+            f"the engine serves tensor {name!r}, which {model_dir} does not have, under this or another name, so its "
+            "values may be random. Write the folder again with save_pretrained, correct the setting of config.json "
+            "that asks for it, or use the transformers engine.",
+            tensor=name,
+        )
+    if found.unnamed:
+        first, *_ = found.unnamed
+        log.warning("first_weights_not_proven", folder=str(model_dir), tensors=len(found.unnamed), first=first)
+    return found
 
 
 def _difference(expected: FloatArray, live: FloatArray) -> float:

@@ -7,7 +7,7 @@ A layer that is split along its input returns a summand of all rows. Rows that s
 key and value heads) must be right on each of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +43,21 @@ class LivePart:
     is_summand: bool = False
 
 
-def live_parts(model: torch.nn.Module) -> LiveParts:
-    """Return the live parts of this rank's layers, by checkpoint name as the model's loader knows it."""
+def live_parts(model: torch.nn.Module, wanted: Collection[str] = ()) -> LiveParts:
+    """Return the live parts of this rank's layers, by checkpoint name as the model's loader knows it.
+
+    Args:
+        model: vLLM's model.
+        wanted: Names of the checkpoint. A layer with one of these names is not split into its joined tensors, and a
+            buffer with one of them is a weight.
+    """
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     parts: LiveParts = {}
-    for name, part in _named_parts(model, packed):
+    for name, part in _named_parts(model, packed, wanted):
         parts.setdefault(name, []).append(part)
+    for name, buffer in model.named_buffers():
+        if name in wanted and name not in parts:
+            parts[name] = [_whole(buffer)]
     return parts
 
 
@@ -97,25 +106,34 @@ def _joined(parts: Sequence[LivePart], expected: FloatArray | None) -> FloatArra
     return whole
 
 
-def _named_parts(model: torch.nn.Module, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, LivePart]]:
+def _named_parts(
+    model: torch.nn.Module, packed: Mapping[str, list[str]], wanted: Collection[str]
+) -> Iterator[tuple[str, LivePart]]:
     for path, module in model.named_modules():
         path = path.removesuffix(".base_layer")  # a layer with adapter support is wrapped
-        if isinstance(module, LinearBase):
-            yield from _linear_parts(path, module, packed)
+        if isinstance(module, LinearBase) and module.weight.ndim < 3:  # else it has the kernel of a convolution
+            yield from _linear_parts(path, module, {} if f"{path}.weight" in wanted else packed)
         elif isinstance(module, VocabParallelEmbedding):
             yield f"{path}.weight", _vocabulary_part(module)
+            if getattr(module, "bias", None) is not None:
+                yield f"{path}.bias", _vocabulary_rows(module, probe_tensor(module.bias))
         elif isinstance(module, RoutedExperts):
             yield from ((name, _expert_part(part, values)) for name, part, values in served_experts(path, module))
         elif isinstance(module, MoERunner):
             for name, bias in bias_parts(path, module):
-                values = probe_tensor(bias.read())
+                part = _whole(bias.read())
                 if not bias.is_expected(bias.read()):
-                    values.fill(np.nan)
-                yield name, LivePart(values=values, start=0, num_rows=len(values))
+                    part.values.fill(np.nan)
+                yield name, part
         else:
             for name, parameter in module.named_parameters(prefix=path, recurse=False):
-                probe = probe_tensor(parameter)
-                yield name, LivePart(values=probe, start=0, num_rows=len(probe))
+                yield name, _whole(parameter)
+
+
+def _whole(tensor: torch.Tensor) -> LivePart:
+    """Return the part of a tensor that every rank has."""
+    probe = probe_tensor(tensor)
+    return LivePart(values=probe, start=0, num_rows=len(probe))
 
 
 def _linear_parts(path: str, module: LinearBase, packed: Mapping[str, list[str]]) -> Iterator[tuple[str, LivePart]]:
@@ -177,12 +195,15 @@ def num_copies(module: LinearBase, index: int) -> int:
 
 
 def _vocabulary_part(module: VocabParallelEmbedding) -> LivePart:
+    if isinstance(module, ParallelLMHead):
+        return _vocabulary_rows(module, _apply(module, 0, module.embedding_dim, module.embedding_dim).numpy())
+    return _vocabulary_rows(module, probe_tensor(module.weight))
+
+
+def _vocabulary_rows(module: VocabParallelEmbedding, values: FloatArray) -> LivePart:
     """Return this rank's rows, without padding."""
     indices = module.shard_indices
-    if isinstance(module, ParallelLMHead):
-        rows = _apply(module, 0, module.embedding_dim, module.embedding_dim)[: indices.num_org_elements].numpy()
-    else:
-        rows = probe_tensor(module.weight[: indices.num_org_elements])
+    rows = values[: indices.num_org_elements]
     return LivePart(values=rows, start=indices.org_vocab_start_index, num_rows=module.org_vocab_size)
 
 

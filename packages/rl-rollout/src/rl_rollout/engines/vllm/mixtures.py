@@ -175,12 +175,16 @@ def served_experts(path: str, layer: RoutedExperts) -> Iterator[tuple[str, Exper
         yield name, part, part.unlike() if part.projection in wrong else expert.probes[part.projection]
 
 
-def before_reload(model: torch.nn.Module) -> None:
+def before_reload(model: torch.nn.Module) -> dict[Any, Any]:
     """Make the next reload pack experts. vLLM 0.32 on CPUs packs only those of layers without a kernel.
+
+    Returns:
+        The kernels that were removed, by the method that had them.
 
     Raises:
         EngineError: The model's experts could not be proven.
     """
+    kernels: dict[Any, Any] = {}
     for path, layer in _routed(model):
         method = layer.quant_method
         backend = getattr(method, "unquantized_backend", None)
@@ -192,7 +196,8 @@ def before_reload(model: torch.nn.Module) -> None:
                 "CPUs, or on a GPU where vLLM uses its Triton kernel."
             )
         if backend is UnquantizedMoeBackend.CPU and vllm_version.startswith("0.32."):
-            method.moe_kernel = None
+            kernels[method], method.moe_kernel = method.moe_kernel, None
+    return kernels
 
 
 def noted(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

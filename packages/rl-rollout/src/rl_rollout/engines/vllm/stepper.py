@@ -22,6 +22,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.outputs import LogprobsTensors
 
 from rl_core.data import FinishReason as OurFinishReason
+from rl_core.data import FloatArray
 from rl_core.errors import EngineError
 from rl_core.gpus import GpuUse
 from rl_core.weights import (
@@ -40,14 +41,17 @@ from rl_rollout.engines.vllm.adapters import PublishedAdapter
 from rl_rollout.engines.vllm.engine_arguments import engine_arguments
 from rl_rollout.engines.vllm.environment import kept_process_group, unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
-from rl_rollout.engines.vllm.live_weights import join_arrived, join_parts
+from rl_rollout.engines.vllm.live_weights import LiveParts, join_arrived, join_parts
+from rl_rollout.engines.vllm.round_trip import prove_round_trip
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
 from rl_rollout.engines.vllm.worker_processes import unlink_queues, watch_workers, worker_environment
 from rl_rollout.engines.weight_checks import (
+    LiveNames,
     check_adapter,
     check_first_weights,
     check_update,
     folder_probes,
+    require_explained,
     tensor_shapes,
     update_shapes,
     workers_source,
@@ -103,7 +107,7 @@ class VLLMStepper:
         self._core: Any = self._client.engine_core
         self._workers_end = self._take_workers()
         try:
-            self._prove_first_weights(model_dir, options.dtype)
+            self._live_names = self._prove_first_weights(model_dir, options.dtype)
             self._core.collective_rpc("score_in_pieces")
             if self._is_cpu:
                 self._core.collective_rpc("draw_by_seed_and_position")
@@ -173,16 +177,28 @@ class VLLMStepper:
         self._version = update.version
         running = list(self._running.values())
         self._adapter.replaced(update, running)
-        parts = self._core.collective_rpc("probe_live_weights", args=([*self._shapes, *update.tied],))
         sent = {name: digest.probe for name, digest in update.served.items()}
         sent |= {name: sent[source] for name, source in update.tied.items() if source in sent}
+        live = self._probe_live_weights(sent)
+        live |= {name: live[of] for name, of in update.tied.items() if name not in live and of in live}
         changed = [problem for rank in self._core.collective_rpc("changed_buffers") for problem in rank]
         return WeightReceipt(
             version=update.version,
             arrived=join_arrived(ranks, {name: digest.checksum for name, digest in update.digests.items()}),
-            live=join_parts(parts, sent),
+            live=live,
             problems=(*self._adapter.problems(running), *changed),
+            unnamed=self._live_names.by_round_trip,
         )
+
+    def _probe_live_weights(self, sent: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+        """Return the probe of each tensor as the ranks serve it together, by Hugging Face name."""
+        renamed = self._live_names.renamed
+        names = [*self._shapes, *(sent.keys() - self._shapes.keys())]
+        parts: list[LiveParts] = self._core.collective_rpc("probe_live_weights", args=(names, bool(renamed)))
+        for of_rank in parts:
+            for own, name in renamed.items():
+                of_rank[name] = [*of_rank.get(name, ()), *of_rank.get(own, ())]
+        return join_parts(parts, sent)
 
     def _replace_weights(self, update: WeightUpdate) -> list[dict[str, str]]:
         """Replace the weights. Return the checksums of the tensors as they arrived at each rank."""
@@ -210,7 +226,7 @@ class VLLMStepper:
     def sleep(self, level: Literal[1, 2]) -> None:
         """See `Stepper.sleep`. Weights move to the host or are dropped, and the KV cache is freed."""
         self.reset_prefix_cache()
-        self._core.collective_rpc("note_buffers")
+        self._core.collective_rpc("note_buffers", args=(tuple(self._shapes),))
         self._core.model_executor.sleep(level)
 
     def wake(self) -> None:
@@ -243,14 +259,17 @@ class VLLMStepper:
                     cleanup_dist_env_and_memory()
                 raise
 
-    def _prove_first_weights(self, model_dir: Path, dtype: str) -> None:
-        """Compare the live layers with the folder that vLLM loaded."""
+    def _prove_first_weights(self, model_dir: Path, dtype: str) -> LiveNames:
+        """Compare the live layers with the folder that vLLM loaded. Prove that updates reach those without a name."""
         if (quantization := self._engine.model_config.quantization) is not None:
             log.warning("first_weights_not_proven", folder=str(model_dir), quantization=str(quantization))
-            return
+            return LiveNames()
         probes = folder_probes(model_dir, self._shapes)
         parts = self._core.collective_rpc("probe_live_weights", args=([*probes], True))
-        check_first_weights(probes, join_parts(parts, probes), model_dir=model_dir, dtype=dtype)
+        found = check_first_weights(probes, join_parts(parts, probes), model_dir=model_dir, dtype=dtype)
+        if found.unnamed or found.unexplained:
+            found = prove_round_trip(self._core.collective_rpc, found, model_dir=model_dir, shapes=self._shapes)
+        return require_explained(found, model_dir)
 
     def _take_workers(self) -> Event:
         """Watch the workers' processes until the event, and unlink all shared resources that could outlive them."""

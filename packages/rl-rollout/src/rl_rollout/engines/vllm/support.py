@@ -52,12 +52,14 @@ class VLLMSupport:
         num_devices: Number of visible GPUs; None on CPUs.
         head_sizes: Supported sizes of attention heads, by dtype.
         block_sizes: The KV cache's block size must be a multiple of one of these.
+        architectures: Names that a config.json may have as `architectures`.
     """
 
     name: str
     num_devices: int | None = None
     head_sizes: Mapping[str, list[int]] | None = None
     block_sizes: list[int] = field(default_factory=list)
+    architectures: list[str] = field(default_factory=list)
 
     def problems(self, config: Mapping[str, Any], options: VLLMOptions, *, max_model_len: int) -> Iterator[str]:
         """Describe the options and sizes that it does not support.

@@ -13,7 +13,7 @@ LARGEST_HEAD = 512
 def main() -> None:
     """Print the fields of `VLLMSupport`."""
     prepare_environment()
-    from vllm import __version__
+    from vllm import ModelRegistry, __version__
     from vllm.platforms import current_platform
 
     is_cpu = current_platform.is_cpu()
@@ -26,6 +26,7 @@ def main() -> None:
         found["head_sizes"] = {dtype: list(sizes) for dtype, sizes in backends.items()}
         if is_cpu:  # CPUs have one backend
             found["block_sizes"] = _block_sizes(next(iter(backends["float32"].values())))
+        found["architectures"] = sorted(ModelRegistry.get_supported_archs())
     except (AttributeError, TypeError) as error:  # an untested vLLM version; problems appear when it starts
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
     sys.stdout.write(f"\n{json.dumps(found)}\n")

@@ -4,7 +4,8 @@ With tensor parallelism, each rank is its own process. It gets no tensors, and r
 its senders.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rl_core.data import ExpertArray
 from rl_core.gpus import GpuUse, own_gpu_use
-from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors
+from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors, tensor_checksum
 from rl_core.weights.broadcast import ReceivePlan, SourceGroups
 from rl_rollout.engines.vllm.adapter_slot import AdapterSlot, multiply_at_once
 from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
@@ -30,6 +31,7 @@ from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
 from rl_rollout.engines.vllm.mixtures import before_reload, keep_cpu_experts, loader_names, noted
 from rl_rollout.engines.vllm.prompt_scores import score_in_pieces
 from rl_rollout.engines.vllm.worker_processes import unlink_what_workers_share
+from rl_rollout.engines.weight_checks import Shapes, folder_tensors
 
 if current_platform.is_cpu():
     keep_cpu_experts()  # at import, because a worker imports this module before it loads the model
@@ -37,6 +39,9 @@ if current_platform.is_cpu():
 
 WeightPlace = Mapping[str, torch.Tensor] | Path | ReceivePlan
 """The tensors of an update, a safetensors file with them, or the plan to receive them."""
+
+OTHER = 0.7071
+"""Sum of a value and its replacement in `other_values`."""
 
 
 class WorkerExtension:
@@ -77,17 +82,46 @@ class WorkerExtension:
         Returns:
             Checksum of each tensor as this rank received it.
         """
-        model, left_out = self.model_runner.get_model(), set(tied)
+        left_out = set(tied)
         with self._opened(source) as tensors, PassingChecksums(kinds) as sums:
-            before_reload(model)
-            initialize_layerwise_reload(model)
-            own = ((name, tensor) for name, tensor in sums.passing(tensors) if name not in left_out)
-            model.load_weights(noted(model, own))
-            finalize_layerwise_reload(model, self.model_runner.model_config)
-            repack_output_head(model)
-            if self._adapter_slot is not None:
-                self._adapter_slot.drop()
+            self._load((name, tensor) for name, tensor in sums.passing(tensors) if name not in left_out)
             return sums.result()
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        model = self.model_runner.get_model()
+        kernels = before_reload(model)
+        initialize_layerwise_reload(model)
+        model.load_weights(noted(model, tensors))
+        finalize_layerwise_reload(model, self.model_runner.model_config)
+        for method, kernel in kernels.items():  # of a layer that got no weights
+            method.moe_kernel = method.moe_kernel or kernel
+        repack_output_head(model)
+        if self._adapter_slot is not None:
+            self._adapter_slot.drop()
+
+    @torch.inference_mode()
+    def load_folder(self, folder: Path, shapes: Shapes, changed: Collection[str]) -> None:
+        """Load the folder's tensors in the way of an update, with other values for some of them."""
+        tensors = folder_tensors(folder, shapes)
+        self._load((name, other_values(tensor) if name in changed else tensor) for name, tensor in tensors)
+
+    @torch.inference_mode()
+    def live_signature(self, names: Iterable[str]) -> dict[str, str]:
+        """Return digests of what this rank serves: its live layers, and all its parameters and buffers.
+
+        Args:
+            names: Names of the folder's tensors; see `live_parts`.
+
+        Returns:
+            Digests of live layers by vLLM's names, and of the others by "stored" and their path.
+        """
+        model = self.model_runner.get_model()
+        vllm_name = loader_names(model)
+        layers = live_parts(model, {vllm_name(name) for name in names})
+        outputs = {name: b"".join(part.values.tobytes() for part in parts) for name, parts in layers.items()}
+        stored = [*model.named_parameters(), *model.named_buffers()]
+        signature = {name: hashlib.blake2b(values).hexdigest() for name, values in outputs.items()}
+        return signature | {f"stored {name}": tensor_checksum(tensor) for name, tensor in stored}
 
     def gpu_use(self) -> list[GpuUse]:
         """Return the use of this rank's GPU since the last call; empty on a CPU."""
@@ -141,17 +175,23 @@ class WorkerExtension:
             with_others: True to return the parts of live layers that have none of these names, by vLLM's names.
         """
         model = self.model_runner.get_model()
-        live, vllm_name = live_parts(model), loader_names(model)
-        found = {name: live.get(vllm_name(name)) for name in names}
+        vllm_name = loader_names(model)
+        of_vllm = {name: vllm_name(name) for name in names}
+        live = live_parts(model, {*of_vllm.values()})
+        found = {name: live.get(own) for name, own in of_vllm.items()}
         adapter = {} if self._adapter_slot is None else self._adapter_slot.live_parts()
-        known = {vllm_name(name) for name in found}
-        others = {name: parts for name, parts in live.items() if with_others and name not in known}
+        others = {name: parts for name, parts in live.items() if with_others and name not in of_vllm.values()}
         return {name: parts for name, parts in found.items() if parts is not None} | others | adapter
 
     @torch.inference_mode()
-    def note_buffers(self) -> None:
-        """Record the buffers, which a sleep must not change and no update restores."""
-        self._noted_buffers = self._buffer_checksums()
+    def note_buffers(self, names: Iterable[str] = ()) -> None:
+        """Record the buffers, which a sleep must not change and no update restores.
+
+        Args:
+            names: Names of an update's tensors. Buffers among them are weights.
+        """
+        updated = set(map(loader_names(self.model_runner.get_model()), names))
+        self._noted_buffers = {name: one for name, one in self._buffer_checksums().items() if name not in updated}
 
     @torch.inference_mode()
     def changed_buffers(self) -> list[str]:
@@ -203,6 +243,11 @@ class WorkerExtension:
             return tokens, logits.log_softmax(dim=-1, dtype=torch.float32)
 
         runner.sampler.topk_topp_sampler.forward = draw
+
+
+def other_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return other finite values of the same shape and dtype, also for a tensor of zeros."""
+    return (OTHER - tensor.float()).to(tensor.dtype) if tensor.is_floating_point() else tensor
 
 
 def _row_seeds(runner: Any, num_rows: int) -> torch.Tensor:

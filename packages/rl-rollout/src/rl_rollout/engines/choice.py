@@ -1,0 +1,45 @@
+"""Which engine serves a model if none is named. Importing this module loads no engine."""
+
+import importlib.util
+from pathlib import Path
+
+from rl_core.errors import MissingExtraError, RLError
+from rl_core.files import read_json_object
+from rl_core.record_fields import converts_arguments, record
+
+
+@record
+class EngineChoice:
+    """An engine for a model.
+
+    Attributes:
+        name: "vllm" or "transformers".
+        reason: Why this one.
+    """
+
+    name: str
+    reason: str
+
+
+@converts_arguments
+def choose_engine(model_dir: Path) -> EngineChoice:
+    """Return vLLM where it is installed and knows the model's architecture, else the transformers engine.
+
+    Reads only config.json. The first call imports vLLM in a child process, which takes seconds; the result is cached on
+    disk.
+    """
+    from rl_rollout.engines.vllm.support import installed_support
+
+    if importlib.util.find_spec("vllm") is None:
+        return EngineChoice(name="transformers", reason="vLLM is not installed")
+    try:
+        support = installed_support()
+        architectures = read_json_object(model_dir / "config.json").get("architectures") or []
+    except MissingExtraError as error:
+        return EngineChoice(name="transformers", reason=str(error))
+    except RLError:  # whoever reads the folder reports it
+        return EngineChoice(name="vllm", reason="vLLM is installed")
+    shown = " or ".join(map(str, architectures)) or "the architecture"
+    if not support.architectures or set(architectures) & set(support.architectures):
+        return EngineChoice(name="vllm", reason=f"{support.name} knows {shown}")
+    return EngineChoice(name="transformers", reason=f"{support.name} does not know {shown}")

@@ -1,0 +1,43 @@
+"""The engine of a model if none is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import MissingExtraError
+from rl_rollout.engines import EngineChoice, choice, choose_engine
+from rl_rollout.engines.vllm import support
+from rl_rollout.engines.vllm.support import VLLMSupport
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NewForCausalLM"]}))
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: object())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("known", "name", "reason"),
+    [
+        (["NewForCausalLM", "Other"], "vllm", "vLLM 1 knows NewForCausalLM"),
+        (["Other"], "transformers", "vLLM 1 does not know NewForCausalLM"),
+        ([], "vllm", "vLLM 1 knows NewForCausalLM"),  # a vLLM that could not tell
+    ],
+)
+def test_vllm_serves_what_it_knows(
+    folder: Path, known: list[str], name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "installed_support", lambda: VLLMSupport(name="vLLM 1", architectures=known))
+    assert choose_engine(folder) == EngineChoice(name=name, reason=reason)
+
+
+def test_without_vllm_the_transformers_engine_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> VLLMSupport:
+        raise MissingExtraError("vLLM cannot be imported here")
+
+    monkeypatch.setattr(support, "installed_support", broken)
+    assert choose_engine(folder) == EngineChoice(name="transformers", reason="vLLM cannot be imported here")
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    assert choose_engine(folder) == EngineChoice(name="transformers", reason="vLLM is not installed")
