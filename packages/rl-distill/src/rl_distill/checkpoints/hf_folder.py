@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +18,12 @@ from rl_core.files import current_umask, read_json_object, read_safetensors_head
 from rl_core.weights import write_safetensors
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, output_name, tensor_shapes
+from rl_distill.checkpoints.companion_files import config_bytes, copy_companions
 
 _log = structlog.get_logger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-"""Files besides the weights that belong to a policy; copied unchanged."""
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of each dtype in which weights may be stored."""
@@ -232,13 +218,14 @@ def write_policy_folder(
     source_dir: Path | None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a Hugging Face folder: weights, config.json, and the tokenizer's files from the source folder.
+    """Write a Hugging Face folder: weights, config.json, and all other files of the source folder, byte for byte.
 
     Args:
         policy_dir: Target folder; created if missing. It must not contain weights.
-        config: Content of config.json; kept unchanged except for `dtype`, which is set to that of the tensors.
+        config: Content of config.json, whose text is kept if the source folder has it; only a `dtype` changes to that
+            of the tensors.
         tensors: Tensors by Hugging Face name. Each is consumed before the next is requested.
-        source_dir: Folder with the tokenizer's files; None to write none.
+        source_dir: Folder with the other files (`copy_companions`); None to write none.
         max_shard_bytes: Maximum bytes per file, and in memory; a larger tensor gets its own file.
 
     Raises:
@@ -258,11 +245,9 @@ def write_policy_folder(
         shards.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
     _name_shards(policy_dir, shards)
-    written = {**{name: value for name, value in config.items() if name != "torch_dtype"}, "dtype": dtype}
-    write_json(policy_dir / "config.json", written)
-    for name in COMPANION_FILES:
-        if source_dir is not None and (source_dir / name).is_file():
-            shutil.copyfile(source_dir / name, policy_dir / name)
+    (policy_dir / "config.json").write_bytes(config_bytes(config, dtype=dtype, source=source_dir))
+    if source_dir is not None:
+        copy_companions(source_dir, policy_dir)
 
 
 def _shards(pairs: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
