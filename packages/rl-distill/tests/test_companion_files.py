@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -53,12 +54,11 @@ def add_companions(policy_dir: Path) -> bytes:
 
 @pytest.mark.parametrize("backend", ["megatron", "transformers", "torch"])
 def test_a_checkpoint_has_all_files_and_fields(tied_policy: Path, tmp_path: Path, backend: str):
-    config = add_companions(tied_policy)
+    folder = shutil.copytree(tied_policy, tmp_path / "source")
+    config = add_companions(folder)
     options = LearnerOptions(dtype="float32")
     learner = (
-        TorchLearner(tied_policy, options)
-        if backend == "torch"
-        else MegatronLearner(tied_policy, options, backend=backend)  # type: ignore[arg-type]
+        TorchLearner(folder, options) if backend == "torch" else MegatronLearner(folder, options, backend=backend)  # type: ignore[arg-type]
     )
     learner.save(tmp_path / "saved")
     learner.close()

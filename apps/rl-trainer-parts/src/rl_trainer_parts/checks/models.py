@@ -6,7 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 
 from rl_core.errors import DataError, EngineError, SettingsError
-from rl_distill import LoraOptions, PolicyConfig, adapted_modules, check_layout, check_learner, check_ranks
+from rl_distill import (
+    LoraOptions,
+    PolicyConfig,
+    adapted_modules,
+    check_layout,
+    check_learner,
+    check_ranks,
+    read_policy_config,
+    refuse_quantized,
+)
 from rl_rollout.engines import engine_class
 from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptTokenizer
@@ -51,6 +60,7 @@ def _problems(settings: Settings, folder: Path, setting: str, *, lora: LoraOptio
     if any(check_policy_folder(folder, setting=setting, needs_tokenizer=False)):
         return
     try:
+        refuse_quantized(read_policy_config(folder))
         config = model_config(folder, settings.policy.backend)
     except (SettingsError, DataError) as error:
         yield f"{setting}: {error}"

@@ -201,6 +201,20 @@ def read_policy_config(policy_dir: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
+def refuse_quantized(config: Mapping[str, Any]) -> None:
+    """Refuse a config.json of quantized weights, which cannot be trained.
+
+    Raises:
+        SettingsError: It has a field that describes their quantization.
+    """
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name):
+            raise SettingsError(
+                f"config.json has {name}, and quantized weights cannot be trained; found {preview(config[name])}. Use "
+                "the model's folder in bfloat16, or convert the weights and remove the field."
+            )
+
+
 def parse_policy_config(config: Mapping[str, Any], *, backend: ModelBackend = "auto") -> PolicyConfig:
     """Parse the content of a config.json.
 

@@ -5,6 +5,7 @@ Nothing in a folder runs as code: a model whose class transformers does not have
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -174,6 +175,20 @@ def head_name(text: str) -> str:
     head = model.get_output_embeddings()
     name = next(f"{name}.weight" for name, module in model.named_modules() if module is head)
     return next(iter(folder_views(model, {name: head.weight})))
+
+
+def is_left_out(text: str, name: str) -> bool:
+    """Return whether a model has no tensor of this name in its folder, although the folder may have one.
+
+    These are the tensors that the class ignores, and those of layers for multi-token prediction (MTP).
+    """
+    model = meta_model(text)
+    patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+    if any(re.search(pattern, name) for pattern in {*patterns, r"(^|\.)mtp(_layers)?\."}):
+        return True
+    config, layer = model.config, re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    first, num_mtp = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    return layer is not None and first <= int(layer[1]) < first + num_mtp
 
 
 def check_class(text: str, architecture: str) -> None:
