@@ -237,7 +237,7 @@ def test_quantized_weights_are_refused_by_field(tied_policy: Path, tmp_path: Pat
     content = read_policy_config(tied_policy) | {field: {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(content))
 
-    with pytest.raises(SettingsError, match=f"config.json has {field}, and quantized weights cannot be trained.*fp8"):
+    with pytest.raises(SettingsError, match=rf"config\.json has {field}, and quantized weights cannot be trained.*fp8"):
         open_policy(tmp_path)
 
 

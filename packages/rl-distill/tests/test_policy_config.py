@@ -1,8 +1,14 @@
 """Reading config.json in the formats of both versions of transformers."""
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.errors import DataError, SettingsError
 from rl_distill.architecture.mixture_config import MixtureConfig, SigmoidRouting
@@ -12,6 +18,8 @@ from rl_distill.architecture.policy_config import (
     Llama3RopeScaling,
     parse_policy_config,
 )
+from rl_distill.architecture.tensor_shapes import tensor_shapes
+from rl_distill.architecture.transformers_model import build_model, canonical_json, read_config
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -363,3 +371,76 @@ def test_fields_that_name_kernels_do_not_reach_the_class():
     named = {"_attn_implementation": "kernels/x", "attn_config": {"attn_implementation": "kernels/x"}}
 
     assert "kernels/x" not in parse_policy_config({**config, **named}).model_json
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+DIALECTS: list[dict[str, Any]] = [
+    {"rope_theta": 5e5},
+    {"rope_theta": 500000, "rope_parameters": {}, "rope_scaling": None},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}},
+    {"rope_parameters": {"rope_type": "default"}},
+    {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_scaling": LINEAR | {"rope_theta": 3e5}, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    {
+        "rope_theta": 5e5,
+        "rope_scaling": {n: v for n, v in LLAMA3.items() if not n.startswith("o")} | {"type": "llama3"},
+    },
+]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_each_dialect_of_the_rotary_embedding_is_read_as_transformers_reads_it(dialect: dict[str, Any]):
+    config = llama(**dialect, model_type="llama")
+    found, read = parse_policy_config(config), read_config(canonical_json(config)).rope_parameters
+
+    assert found.rope_base == read["rope_theta"]
+    kind = {NoneType: "default", LinearRopeScaling: "linear", Llama3RopeScaling: "llama3"}[type(found.rope_scaling)]
+    assert kind == read["rope_type"]
+    if found.rope_scaling is not None:
+        assert asdict(found.rope_scaling).items() <= read.items()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma3_text", {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR}),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": LINEAR | {"rope_theta": 7e5},
+                    "sliding_attention": {"rope_theta": 1e4},
+                }
+            },
+        ),
+        ("gpt_neox", {"rotary_emb_base": 5e5, "rotary_pct": 0.5}),
+        ("mistral", {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        ("glm4", {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "pad_token_id": 0}),
+        ("qwen2_moe", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 3e5}),
+    ],
+)
+def test_a_class_computes_the_angles_that_transformers_reads_from_the_folder(
+    tmp_path: Path, model_type: str, fields: dict[str, Any]
+):
+    sizes = {name: value for name, value in DENSE.items() if name != "architectures"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes, **fields}))
+    expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    found = build_model(canonical_json(config))
+
+    angles = {name: buffer for name, buffer in expected.named_buffers() if "inv_freq" in name}
+    assert angles
+    assert all(torch.equal(found.get_buffer(name), buffer) for name, buffer in angles.items())
+
+
+def test_a_configuration_that_transformers_cannot_build_is_refused():
+    nested = {"layer_types": ["full_attention"] * 4, "rope_parameters": {"full_attention": {"rope_theta": 7e5}}}
+    config = parse_policy_config({**DENSE, **nested, "model_type": "qwen3"}, backend="transformers")
+
+    with pytest.raises(DataError, match="transformers cannot build the model that config.json describes: KeyError"):
+        tensor_shapes(config)

@@ -291,7 +291,7 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
         max_position_embeddings=count(config, "max_position_embeddings"),
         norm_eps=finite(config["rms_norm_eps"]),
         rope_base=_positive("rope_theta", _first(rope.get("rope_theta"), config.get("rope_theta"), 10000.0)),
-        rope_scaling=_rope_scaling(rope),
+        rope_scaling=_rope_scaling({"original_max_position_embeddings": config["max_position_embeddings"], **rope}),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         initializer_range=finite(config.get("initializer_range", 0.02)),
         mixture=None if family.experts is None else read_mixture(config, family.experts),
@@ -302,8 +302,8 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    # transformers 5 writes rope_parameters; earlier versions write rope_scaling and rope_theta.
-    for name in ("rope_parameters", "rope_scaling"):
+    # transformers 5 writes rope_parameters; earlier versions write rope_scaling, which it prefers, and rope_theta.
+    for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name)
         if not isinstance(rope, Mapping | None) or any(isinstance(value, Mapping) for value in (rope or {}).values()):
             raise DataError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import preview
 
 UNRELATED_FIELDS = frozenset(
@@ -117,11 +117,22 @@ def build_model(text: str, **options: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def meta_model(text: str) -> Any:
-    """Return the model without memory."""
+    """Return the model without memory.
+
+    Raises:
+        DataError: transformers cannot build it.
+    """
     import torch
 
-    with torch.device("meta"):
-        return build_model(text)
+    try:
+        with torch.device("meta"):
+            return build_model(text)
+    except RLError:
+        raise
+    except Exception as error:  # any field may be wrong in any way
+        raise DataError(
+            f"transformers cannot build the model that config.json describes: {type(error).__name__}: {error}"
+        ) from error
 
 
 @lru_cache(maxsize=8)
