@@ -13,7 +13,7 @@ from rl_distill.architecture.policy_config import (
     read_policy_config,
     refuse_quantized,
 )
-from rl_distill.architecture.tensor_shapes import count_parameters, forward_flops
+from rl_distill.architecture.tensor_shapes import count_parameters, forward_flops, keeps_state
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_layout, check_learner, check_ranks, teacher_layout
 
@@ -29,6 +29,7 @@ __all__ = [
     "check_ranks",
     "count_parameters",
     "forward_flops",
+    "keeps_state",
     "kept_activations",
     "parse_policy_config",
     "rank_memory",

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import preview
+from rl_distill.architecture.mixture_config import MAX_EXPERTS as MAX_EXPERTS_TOGETHER
 
 UNRELATED_FIELDS = frozenset(
     {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "num_labels", "torch_dtype"}
@@ -20,7 +21,7 @@ UNRELATED_FIELDS = frozenset(
 """Fields of config.json that do not change what a model computes."""
 
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 14
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
 """Parts of the names of fields by which transformers may load kernels, which are code, from elsewhere."""
@@ -43,6 +44,12 @@ def check_fields(config: Mapping[str, Any]) -> None:
             raise DataError(f"config.json must have {name} <= {most}; found {preview(value)}.")
         if isinstance(value, Mapping):
             check_fields(value)
+    layers, experts = (
+        max((value for name, value in config.items() if name.endswith(end) and type(value) is int), default=1)
+        for end in (("hidden_layers", "n_layer"), ("experts",))
+    )
+    if layers * experts > MAX_EXPERTS_TOGETHER:
+        raise DataError(f"config.json must have at most {MAX_EXPERTS_TOGETHER} experts in all layers together.")
 
 
 def canonical_json(config: Mapping[str, Any]) -> str:
@@ -200,6 +207,14 @@ def is_left_out(text: str, name: str) -> bool:
     config, layer = model.config, re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     first, num_mtp = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
     return layer is not None and first <= int(layer[1]) < first + num_mtp
+
+
+def has_stateful_layers(text: str) -> bool:
+    """Return whether layers keep a state from token to token, such as convolutions and linear attention."""
+    import torch
+
+    model = meta_model(text)
+    return bool(model._is_stateful) or any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
 
 
 def check_class(text: str, architecture: str) -> None:
