@@ -16,7 +16,7 @@ from rl_metrics.run_files.rollout_log import RolloutRow, read_rollouts
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_rollout.skip import EntryKey, EntryStore
 
-SMALL = {"policy__backend": "torch", "metrics__log_rollouts": 100}
+SMALL = {"metrics__log_rollouts": 100}
 
 
 def rows_of(run: TinyRun) -> list[RolloutRow]:

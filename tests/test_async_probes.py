@@ -129,7 +129,7 @@ def test_a_role_that_dies_when_it_is_asked_is_asked_again_at_the_next_validation
     monkeypatch.setattr(training_run, "AsyncTrainingRun", made)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     run = copy_tiny_run(inputs, tmp_path)
-    settings = {"roles__placement": "process", "roles__controller_restarts": 0, "policy__backend": "torch"}
+    settings = {"roles__placement": "process", "roles__controller_restarts": 0}
     asked = {"metrics__probes": COUNT, "schedule__validate_on": validate_on, "trainer__steps": STEPS}
     assert train_async_here(run, **settings, **asked) == 0
     assert (run.run_folder / DIED).exists()

@@ -28,7 +28,7 @@ def unsaid(names: Collection[str]) -> list[str]:
 def test_a_short_run_emits_every_metric_that_needs_no_cause(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path)
     with fake_gpu():
-        assert train_async_here(run, policy__backend="torch", trainer__steps=STEPS) == 0
+        assert train_async_here(run, trainer__steps=STEPS) == 0
     rows = [row.metrics for row in read_metrics(run.run_folder / "metrics.jsonl") if row.step]
     assert unsaid({name for row in rows for name in row}) == sorted(NEED_A_CAUSE)
     last = rows[-1]

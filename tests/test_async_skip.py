@@ -34,7 +34,6 @@ def settings(run: TinyRun, **more: Any) -> dict[str, Any]:
     return {
         "trainer__steps": STEPS,
         "schedule__max_staleness": 1,
-        "policy__backend": "torch",
         "prompts__validation_limit": 2,
         "rollout_cache__enabled": True,
         "rollout_cache__directory": run.folder / "cache",

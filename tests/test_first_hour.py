@@ -57,7 +57,7 @@ def test_notebook_trains_a_policy_and_its_saved_outputs_are_current(tmp_path):
 
 
 @pytest.mark.soak
-def test_notebook_trains_with_vllm_and_megatron_too(tmp_path):
+def test_notebook_trains_with_vllm_too(tmp_path):
     check_run(tmp_path, skip="none")
 
 

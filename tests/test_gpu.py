@@ -80,9 +80,10 @@ def gpu_batch(*, seed: int = 0) -> Batch:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 3e-2)])
 def test_steps_on_the_gpu_are_the_reference_learners(dtype: str, tolerance: float, tmp_path: Path) -> None:
+    from torch_learner import TorchLearner
+
     from rl_distill.megatron.learner import MegatronLearner
     from rl_distill.objectives import supervised_objective
-    from rl_distill.torch_learner import TorchLearner
 
     run = make_tiny_run(tmp_path)
     options = LearnerOptions(learning_rate=1e-3, micro_batch_tokens=40, dtype=dtype)
@@ -267,9 +268,10 @@ def test_two_gpus_are_one(tmp_path: Path) -> None:
 def test_distillation_on_the_gpu_is_the_reference_learners(
     loss: str, distribution: str, dtype: str, tolerance: float, tmp_path: Path
 ) -> None:
+    from torch_learner import TorchLearner
+
     from rl_distill.megatron.learner import MegatronLearner, MegatronTeacherModel
     from rl_distill.objectives.distillation import DistillationObjective, DistillationObjectiveOptions
-    from rl_distill.torch_learner import TorchLearner
 
     run, teacher = make_tiny_run(tmp_path), tmp_path / "teacher"
     make_tiny_policy(teacher, example_module("prepare").make_tokenizer(), seed=1)

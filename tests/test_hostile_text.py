@@ -64,7 +64,7 @@ def test_hostile_text_of_problems_and_rewards_ends_no_run(
     run: TinyRun, train: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {f"prompts__{split}": run.folder / f"{split}.jsonl" for split in NUM_PROBLEMS}
-    settings = {"trainer__steps": 2, "policy__backend": "torch", "metrics__report": True}
+    settings = {"trainer__steps": 2, "metrics__report": True}
     assert train(run, metrics__trackers='["tensorboard"]', **files, **settings) == 0
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     assert [row.step for row in rows] == [0, 1, 2]

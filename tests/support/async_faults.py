@@ -37,7 +37,6 @@ ROLES = ("rollouter", "learner", "server", "controller")
 SETTINGS: dict[str, Any] = {
     "roles__placement": "process",
     "roles__hang_deadline_s": 60.0,
-    "policy__backend": "torch",
     "rollout__max_response_tokens": 16,
     "schedule__max_staleness": 2,
     "trainer__checkpoint_every": 3,

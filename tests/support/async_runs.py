@@ -58,7 +58,7 @@ def async_training(run: TinyRun, *words: str, hold_after: int | None = None, **s
     """
     (run.folder / "held").unlink(missing_ok=True)
     (run.folder / "released").unlink(missing_ok=True)
-    chosen = async_settings(**{"roles__placement": "process", "policy__backend": "torch", **settings})
+    chosen = async_settings(**{"roles__placement": "process", **settings})
     process = TrainProcess(
         run.train_words(*words, **chosen),
         output=run.folder / f"output-{len(list(run.folder.glob('output-*.txt')))}.txt",

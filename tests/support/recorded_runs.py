@@ -233,7 +233,6 @@ def _patch_learners(stack: contextlib.ExitStack, recorded: Callable[[type], Any]
         "rl_distill.megatron.learner": fakes.module_with(
             "learner", MegatronLearner=policy, MegatronCritic=critic, MegatronReference=reference
         ),
-        "rl_distill.torch_learner": fakes.module_with("torch_learner", TorchLearner=policy),
         "rl_distill.teacher.megatron_teacher": fakes.module_with(
             "megatron_teacher", MegatronPlace=dict, MegatronReplica=recorded(fakes.FakeTeacherReplica)
         ),

@@ -80,7 +80,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "run.if_exists": Other(value="archive", found="run"),
     "run.readable_by": other("group"),
     "policy.path": other("{folder}/teacher"),
-    "policy.backend": other("torch"),
+    "policy.backend": other("transformers"),
     "prompts.train": other("{folder}/test.jsonl"),
     "prompts.validation": other("{folder}/test.jsonl"),
     "prompts.test": other("{folder}/validation.jsonl"),

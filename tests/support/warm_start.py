@@ -59,7 +59,6 @@ PRELOADED = (
     "pyarrow.dataset",
     "safetensors.torch",
     "rl_distill.megatron.learner",
-    "rl_distill.torch_learner",
     "rl_rollout.engines.transformers",
     "rl_sync_trainer.training_run",
     "rl_async_trainer.training_run",

@@ -51,10 +51,6 @@ def settings_with(changes: dict[str, Any]) -> Settings:
             "parallel.ranks = 4 must be a multiple of tensor * pipeline * context",
         ),
         ({"parallel.ranks": 2}, 'set cluster.placement to "process" or "ray"; found "inline"'),
-        (
-            {"parallel.ranks": 2, "policy.backend": "torch", "cluster.placement": "process"},
-            "needs policy.backend",
-        ),
         ({"parallel.sequence": True}, "sequence = true needs tensor > 1"),
         ({"parallel.virtual_pipeline": 2}, "virtual_pipeline = 2 needs pipeline > 1"),
         ({"cluster.ray_address": "host:1"}, 'cluster.ray_address needs cluster.placement = "ray" or rollout.placement'),
@@ -97,16 +93,8 @@ def settings_with(changes: dict[str, Any]) -> Settings:
             "needs every rank in its own process, to send its own shards",
         ),
         (
-            {"weights.transport": "direct", "cluster.placement": "process", "policy.backend": "torch"},
-            "needs every rank in its own process, to send its own shards",
-        ),
-        (
             {"weights.transport": "direct", "cluster.placement": "process", "trainer.offload_learner": True},
             "trainer.offload_learner = true frees them before the engine has received them",
-        ),
-        (
-            {"algorithm.advantage": "gae", "policy.backend": "torch"},
-            "needs a critic, which policy.backend",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_the_learner_gets_what_was_told_and_minus_one_for_the_rest(tmp_path: Pat
     [
         (DENSE, {}),
         (MIXTURE, {"vllm": {"capture_experts": False}}),
-        (MIXTURE, {"policy": {"backend": "torch"}}),
+        (MIXTURE, {"policy": {"backend": "transformers"}}),
         (MIXTURE, {"rollout": {"engine": "transformers"}}),
     ],
 )
@@ -100,7 +100,6 @@ def test_the_plan_has_their_bytes(tmp_path: Path) -> None:
     ("changes", "why"),
     [
         ({"vllm": {"capture_experts": False}}, "vllm.capture_experts = false"),
-        ({"policy": {"backend": "torch"}}, 'policy.backend = "torch" cannot replay routing; "megatron" can'),
         (
             {"rollout": {"engine": "transformers"}},
             'rollout.engine = "transformers" does not report routing; "vllm" does',

@@ -62,7 +62,6 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"weights": {"transport": "ipc"}}, ['weights.transport = "ipc" needs a GPU,']),
         ({"weights": {"transport": "nccl"}}, ['weights.transport = "nccl" needs a GPU,']),
         ({"weights": {"transport": "direct"}}, []),
-        ({"optimizer": FUSED, "policy": {"backend": "torch"}}, []),
         ({"optimizer": ENGINE, "weights": {"transport": "nccl"}, **JOINED}, []),
     ],
 )

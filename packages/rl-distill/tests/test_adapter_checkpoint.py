@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch_learner import TorchLearner
 from transformers import AutoModelForCausalLM
 
 from rl_core.data.batch import Batch
@@ -28,7 +29,6 @@ from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives import supervised_objective
 from rl_distill.options import LoraOptions, ParallelOptions
-from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
 LENGTHS = (7, 3, 12, 3)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tensor_folders import damage
+from torch_learner import TorchLearner
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3ForTokenClassification
 
 from rl_core.cluster import ClusterOptions
@@ -24,7 +25,6 @@ from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.objectives import supervised_objective
 from rl_distill.options import ParallelOptions
-from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
 LENGTHS = (7, 3, 12, 3)

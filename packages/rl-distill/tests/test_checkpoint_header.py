@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch_learner import TorchLearner
 
 from rl_core.errors import CheckpointError
 from rl_distill.learner import LearnerOptions
-from rl_distill.torch_learner import TorchLearner
 
 OPTIONS = LearnerOptions(num_threads=1)
 

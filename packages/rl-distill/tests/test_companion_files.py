@@ -11,12 +11,11 @@ import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_distill.architecture.policy_config import read_policy_config
+from rl_distill.architecture.policy_config import ModelBackend, read_policy_config
 from rl_distill.checkpoints import companion_files
 from rl_distill.checkpoints.companion_files import config_bytes, copy_companions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.options import LearnerOptions
-from rl_distill.torch_learner import TorchLearner
 
 CARRIED = {
     "tokenizer_config.json": b'{"made":  "for a test"}\r\n',
@@ -52,14 +51,11 @@ def add_companions(policy_dir: Path) -> bytes:
     return text.encode()
 
 
-@pytest.mark.parametrize("backend", ["megatron", "transformers", "torch"])
-def test_a_checkpoint_has_all_files_and_fields(tied_policy: Path, tmp_path: Path, backend: str):
+@pytest.mark.parametrize("backend", ["megatron", "transformers"])
+def test_a_checkpoint_has_all_files_and_fields(tied_policy: Path, tmp_path: Path, backend: ModelBackend):
     folder = shutil.copytree(tied_policy, tmp_path / "source")
     config = add_companions(folder)
-    options = LearnerOptions(dtype="float32")
-    learner = (
-        TorchLearner(folder, options) if backend == "torch" else MegatronLearner(folder, options, backend=backend)  # type: ignore[arg-type]
-    )
+    learner = MegatronLearner(folder, LearnerOptions(dtype="float32"), backend=backend)
     learner.save(tmp_path / "saved")
     learner.close()
 

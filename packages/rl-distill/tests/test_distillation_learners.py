@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch_learner import TorchLearner
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -29,7 +30,6 @@ from rl_distill.objectives.distillation import (
 from rl_distill.objectives.policy import PolicyObjectiveOptions, policy_objective
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import teacher_layout
-from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
 VOCAB_SIZE = 40

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch_learner import TorchLearner
 
 from rl_core.data.batch import Batch
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
@@ -17,7 +18,6 @@ from rl_distill.checkpoints.pieces import TensorFolder
 from rl_distill.learner import LearnerOptions
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner
 from rl_distill.objectives import supervised_objective
-from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rounding import rounding_bound
+from torch_learner import TorchLearner
 
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
@@ -17,7 +18,6 @@ from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch
 from rl_distill.megatron import head
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives import supervised_objective
-from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
 LENGTHS = (7, 3, 12, 3, 5, 1, 9, 12)

@@ -17,6 +17,7 @@ import torch
 from rounding import rounding_bound
 from safetensors.torch import save_file
 from torch import Tensor
+from torch_learner import TorchLearner
 
 from rl_core.data.batch import Batch
 from rl_core.errors import NotReadyError, SettingsError
@@ -29,7 +30,6 @@ from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
-from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
 Started = Any  # `Started` of conftest.py

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from rounding import rounding_bound
+from torch_learner import TorchLearner
 from transformers import Qwen3ForCausalLM
 
 from rl_core.data.batch import Batch
 from rl_distill.learner import LearnerOptions
 from rl_distill.objectives import supervised_objective
-from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
 

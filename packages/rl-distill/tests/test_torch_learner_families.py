@@ -9,6 +9,7 @@ import pytest
 import torch
 from rounding import rounding_bound
 from safetensors.torch import load_file
+from torch_learner import TorchLearner
 from transformers import AutoModelForCausalLM
 
 from rl_core.data.batch import Batch
@@ -18,7 +19,6 @@ from rl_distill.architecture.policy_config import read_policy_config
 from rl_distill.checkpoints.hf_folder import WEIGHTS_FILE
 from rl_distill.learner import LearnerOptions
 from rl_distill.objectives import supervised_objective
-from rl_distill.torch_learner import TorchLearner
 
 MakeBatch = Callable[..., Batch]
 

@@ -1,13 +1,13 @@
 """Learners and objectives for reinforcement learning and distillation of language models.
 
 `rl_distill.objectives` is pure math on tensors, `rl_distill.learner` the protocol, and `rl_distill.megatron.learner`
-and `rl_distill.torch_learner` the learners. This module imports neither the learners nor torch, so settings can nest
-the options cheaply.
+the learner. This module imports neither the learner nor torch, so settings can nest the options cheaply.
 """
 
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_size
 from rl_distill.architecture.memory import kept_activations, rank_memory
 from rl_distill.architecture.policy_config import (
+    ModelBackend,
     PolicyConfig,
     parse_policy_config,
     read_policy_config,
@@ -20,6 +20,7 @@ from rl_distill.parallel_layout import check_layout, check_learner, check_ranks,
 __all__ = [
     "LearnerOptions",
     "LoraOptions",
+    "ModelBackend",
     "ParallelOptions",
     "PolicyConfig",
     "adapted_modules",

@@ -69,11 +69,6 @@ def _advantage(settings: Settings) -> Iterator[str]:
             f"algorithm.advantage = {algorithm.advantage!r} compares the sessions of a prompt, so rollout.group_size "
             "must be at least 2; found 1."
         )
-    if algorithm.advantage == "gae" and settings.policy.backend == "torch":
-        yield (
-            'algorithm.advantage = "gae" needs a critic, which policy.backend = "torch" does not train. Set it to '
-            '"auto".'
-        )
     if algorithm.advantage == NEEDS_GREEDY:
         yield (
             'algorithm.advantage = "remax" compares each response with a greedy response to the same prompt, which '

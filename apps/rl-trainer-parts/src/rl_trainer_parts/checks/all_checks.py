@@ -187,13 +187,6 @@ def _parallel(settings: Settings) -> Iterator[str]:
     """Problems of impossible layouts, and of ranks and engines without a place to run."""
     parallel, cluster = settings.parallel, settings.cluster
     yield from problems_of("parallel.", check_ranks, parallel)
-    if parallel.ranks > 1 and settings.policy.backend == "torch":
-        yield f'parallel.ranks = {parallel.ranks} needs policy.backend = "auto"; found "torch", which trains on one.'
-    elif cluster.placement != "inline" and settings.policy.backend == "torch":
-        yield (
-            f'cluster.placement = "{cluster.placement}" needs policy.backend = "auto"; found "torch", '
-            'which trains in the process of the trainer or of its role. Set cluster.placement = "inline".'
-        )
     if parallel.ranks > 1 and cluster.placement == "inline":
         yield (
             f'parallel.ranks = {parallel.ranks} needs separate processes: set cluster.placement to "process" or '
@@ -275,11 +268,11 @@ def _direct(settings: Settings) -> Iterator[str]:
     """Problems of `weights.transport = "direct"`."""
     if settings.weights.transport != "direct":
         return
-    if settings.policy.backend == "torch" or settings.cluster.placement == "inline":
+    if settings.cluster.placement == "inline":
         yield (
             'weights.transport = "direct" needs every rank in its own process, to send its own shards: set '
-            'policy.backend to "auto" and cluster.placement to "process" or "ray", or the transport to "tcp" or '
-            f'"nccl"; found {settings.policy.backend!r} and {settings.cluster.placement!r}.'
+            'cluster.placement to "process" or "ray", or the transport to "tcp" or "nccl"; found '
+            f"{settings.cluster.placement!r}."
         )
     if settings.trainer.offload_learner:
         yield (

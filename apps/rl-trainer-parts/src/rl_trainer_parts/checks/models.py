@@ -45,8 +45,6 @@ def lora_problems(settings: Settings) -> Iterator[str]:
                 f"lora.rank = 0 trains all weights; found adapter settings: {', '.join(unused)}. Set lora.rank, or "
                 "leave them out."
             )
-    elif settings.policy.backend == "torch":
-        yield f'lora.rank = {lora.rank} needs policy.backend = "auto"; found "torch", which trains all weights.'
 
 
 def trainable_problems(settings: Settings) -> Iterator[str]:

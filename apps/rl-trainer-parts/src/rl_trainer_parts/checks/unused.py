@@ -41,11 +41,6 @@ def unused_with(setting: str, values: list[object], *names: str) -> Unused:
 
 _SHARED = {one.name for one in fields(TransformersOptions)}
 _VLLM_ALONE = [f"vllm.{one.name}" for one in fields(VLLMOptions) if one.name not in _SHARED]
-_MEGATRON_ALONE = (
-    *("optimizer.shared_prefix_tokens", "optimizer.recompute", "optimizer.recompute_modules", "optimizer.kernels"),
-    *("optimizer.overlap_grad_reduce", "optimizer.overlap_param_gather", "optimizer.offload_optimizer"),
-    *("trainer.background_checkpoints", "parallel."),
-)
 
 RULES = (
     Unused(names=("critic.",), when=lambda s: not needs_critic(s), because='without algorithm.advantage = "gae"'),
@@ -75,7 +70,6 @@ RULES = (
     ),
     unused_with("rollout.offload_engine", [False], "rollout.offload_keeps_weights"),
     unused_with("optimizer.decay_steps", [None], "optimizer.decay", "optimizer.min_learning_rate"),
-    unused_with("policy.backend", ["torch"], *_MEGATRON_ALONE),
     unused_with("rollout.engine", ["transformers"], *_VLLM_ALONE),
     Unused(
         names=(

@@ -259,7 +259,7 @@ def _every(steps: int) -> str:
 def _sharing(settings: Settings) -> Iterator[str]:
     """Line about prompts that the learner computes once per group."""
     least, rollout = settings.optimizer.shared_prefix_tokens, settings.rollout
-    if least == 0 or settings.policy.backend == "torch" or rollout.group_size == 1:
+    if least == 0 or rollout.group_size == 1:
         return
     prompt, longest = settings.prompts.max_tokens, longest_trajectory(settings)
     share = (rollout.group_size - 1) * prompt / (rollout.group_size * longest)
@@ -325,7 +325,7 @@ def _division(settings: Settings, config: PolicyConfig) -> Iterator[str]:
 def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     """Additional activation memory of the layers on a GPU; with other kernels and dtypes it depends on the lengths."""
     learner = settings.optimizer
-    is_known = settings.policy.backend != "torch" and learner.kernels != "plain" and learner.dtype == "bfloat16"
+    is_known = learner.kernels != "plain" and learner.dtype == "bfloat16"
     if is_known and not settings.lora.rank and not config.model_json:
         kept = max(kept_activations(config, settings.parallel, learner))
         yield f"{INDENT}and {size_text(kept)} of activations on a GPU for full micro-batches"

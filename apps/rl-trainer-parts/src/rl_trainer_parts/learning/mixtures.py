@@ -1,29 +1,28 @@
 """A model's configuration; whether rollouts record each token's experts, and the learner of a mixture replays them."""
 
 from pathlib import Path
-from typing import Literal
 
 from rl_core.errors import RLError
-from rl_distill import PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill import ModelBackend, PolicyConfig, parse_policy_config, read_policy_config
 from rl_trainer_parts.settings.schema import Settings
 
 
-def model_config(folder: Path, backend: Literal["auto", "megatron", "transformers", "torch"] = "auto") -> PolicyConfig:
+def model_config(folder: Path, backend: ModelBackend = "auto") -> PolicyConfig:
     """The configuration of a Hugging Face folder's model.
 
     Args:
         folder: The folder.
-        backend: What computes the model; "torch" trains the architectures of "megatron".
+        backend: What computes the model.
 
     Raises:
         DataError: The folder has none, or one of its fields cannot be used.
         SettingsError: The architecture is not supported.
     """
-    return parse_policy_config(read_policy_config(folder), backend="megatron" if backend == "torch" else backend)
+    return parse_policy_config(read_policy_config(folder), backend=backend)
 
 
 def learner_name(settings: Settings) -> str:
-    """What computes the policy in training: "megatron", "transformers" or "torch"; the setting if it cannot be read."""
+    """What computes the policy in training: "megatron" or "transformers"; the setting if it cannot be read."""
     backend = settings.policy.backend
     if backend != "auto":
         return backend
@@ -50,7 +49,7 @@ def routes_anew(settings: Settings) -> bool:
 
 def why_not_replayed(settings: Settings) -> str:
     """Why a mixture's learner does not replay the routing, by setting; "" if it does."""
-    if settings.policy.backend in ("torch", "transformers"):
+    if settings.policy.backend == "transformers":
         return f'policy.backend = "{settings.policy.backend}" cannot replay routing; "megatron" can'
     if settings.rollout.engine != "vllm":
         return f'rollout.engine = "{settings.rollout.engine}" does not report routing; "vllm" does'

@@ -1,6 +1,5 @@
 """Start the models that learn: the policy, and a critic and a reference if the algorithm needs them."""
 
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +23,6 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         RoleError: A rank died.
         SettingsError: There are too few CPUs or GPUs.
     """
-    if settings.policy.backend == "torch":
-        return _torch_learners(settings)
     from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
     from rl_distill.megatron.ranks import LearnerRanks
 
@@ -102,14 +99,3 @@ def gpus_per_rank(settings: Settings) -> float:
     if settings.cluster.gpus_per_rank is not None:
         return settings.cluster.gpus_per_rank
     return float(settings.cluster.placement != "inline" and bool(visible_gpus()))
-
-
-def _torch_learners(settings: Settings) -> Learners:
-    from rl_distill.torch_learner import TorchLearner
-
-    count = 2 if settings.algorithm.kl_coefficient else 1
-    policy, *references = (TorchLearner(settings.policy.path, settings.optimizer) for _ in range(count))
-    closed = ExitStack()
-    for model in (policy, *references):
-        closed.callback(model.close)
-    return Learners(policy=policy, reference=next(iter(references), None), critic=None, close=closed.close)

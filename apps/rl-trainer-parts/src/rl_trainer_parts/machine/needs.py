@@ -179,7 +179,7 @@ def machine_problems(settings: Settings) -> Iterator[str]:
     if settings.cluster.ray_address is not None:
         return
     kernels, transport = settings.optimizer.kernels, settings.weights.transport
-    if settings.policy.backend != "torch" and kernels in ("fused", "transformer_engine"):
+    if kernels in ("fused", "transformer_engine"):
         yield from _without_gpu("optimizer.kernels", kernels, instead="auto")
         if kernels == "transformer_engine" and find_spec("transformer_engine") is None:
             yield (

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rl_core.data import Json
 from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitFloat
-from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
+from rl_distill import LearnerOptions, LoraOptions, ModelBackend, ParallelOptions
 from rl_distill.teacher import DistillationOptions
 from rl_metrics.health import Severity
 from rl_metrics.targets import TargetOptions
@@ -61,12 +61,11 @@ class PolicySettings:
     Attributes:
         path: Hugging Face folder with configuration, tokenizer and safetensors weights.
         backend: What computes it in training: "megatron", layers that ranks can divide, for Qwen2, Qwen3, Llama and
-            GLM-4.5; "transformers", the model's own class, for every other architecture; "auto" the first of the two
-            that can. "torch" is the plain reference learner.
+            GLM-4.5; "transformers", the model's own class, for every other architecture; "auto" the first that can.
     """
 
     path: Path
-    backend: Literal["auto", "megatron", "transformers", "torch"] = "auto"
+    backend: ModelBackend = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -228,7 +228,7 @@ class TorchLearner:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     @converts_arguments
-    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:  # noqa: ARG002 - always in the foreground
+    def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
         """Write a checkpoint into an empty directory, always in the foreground.
 
         Raises:
