@@ -1,4 +1,4 @@
-"""Write docs/models.md from `models_page.md`, the family suite's table and its recorded results: `nox -s docs -- --models`.
+"""Write docs/models.md from the family suite's table and recorded results: `nox -s docs -- --models`.
 
 `RL_RECORD_FAMILIES=1 nox -s tests -- tests/test_families.py -m ""` records the results.
 """
