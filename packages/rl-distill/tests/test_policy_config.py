@@ -428,7 +428,8 @@ def test_a_class_computes_the_angles_that_transformers_reads_from_the_folder(
 ):
     sizes = {name: value for name, value in DENSE.items() if name != "architectures"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes, **fields}))
-    expected = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    read = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    expected = AutoModelForCausalLM.from_config(read, trust_remote_code=False)
     config = json.loads((tmp_path / "config.json").read_text())
 
     found = build_model(canonical_json(config))
