@@ -337,10 +337,11 @@ def peer_variables(session: nox.Session, name: str) -> dict[str, str]:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation site; `-- --serve` also serves it locally, `-- --settings` updates docs/settings.md."""
-    if "--settings" in session.posargs:
-        session.run(workspace(session), "-m", "tooling.settings_page")
-        return
+    """Build the documentation site, with `--serve` also serve it; `-- --settings` and `-- --models` update a page."""
+    for name in ("settings", "models"):
+        if f"--{name}" in session.posargs:
+            session.run(workspace(session), "-m", f"tooling.{name}_page")
+            return
     session.run(ensure(session, DOCS), "-m", "tooling.docs_site.build", *session.posargs)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from chromium import Page, find_chromium
+from tooling import models_page
 from tooling.docs_site.notebooks import notebook_page
 from tooling.settings_page import PAGE
 from tooling.settings_page import page as settings_page
@@ -40,6 +41,11 @@ needs_browser = pytest.mark.skipif(find_chromium() is None, reason="no Chromium:
 def test_the_settings_page_is_that_of_the_code() -> None:
     is_new = PAGE.read_text() == settings_page() + "\n"
     assert is_new, "docs/settings.md is out of date; run `nox -s docs -- --settings`"
+
+
+def test_the_models_page_is_that_of_the_recorded_results() -> None:
+    is_new = models_page.PAGE.read_text() == models_page.page()
+    assert is_new, "docs/models.md is out of date; run `nox -s docs -- --models`"
 
 
 def test_a_notebook_becomes_a_page_with_its_outputs() -> None:

@@ -1,6 +1,12 @@
-"""Every architecture of transformers trains: each family against the class itself, row by row, in float32."""
+"""Every architecture of transformers trains: each family against the class itself, row by row, in float32.
+
+With RL_RECORD_FAMILIES=1, the results of these tests are written into `golden/families.json`, of which
+`tooling.models_page` makes docs/models.md.
+"""
 
 import asyncio
+import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +35,15 @@ from rl_core.weights import (
     publish_weights,
 )
 from rl_core.weights.broadcast import SenderOptions
-from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
+from rl_distill import (
+    LearnerOptions,
+    LoraOptions,
+    ParallelOptions,
+    PolicyConfig,
+    adapted_modules,
+    parse_policy_config,
+    read_policy_config,
+)
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron import transformers_chunk
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
@@ -47,6 +61,7 @@ CALM = replace(OPTIONS, learning_rate=1e-4, eps=1e-5)
 """Options under which gradients that are zero but for rounding hardly move a weight."""
 DIVIDED = ("gpt2", "gemma2", "mixtral", "gpt-oss", "falcon-h1")
 """Families that ranks divide in CI: tied heads, windows, experts in three axes, sinks and convolutions."""
+RESULTS = Path(__file__).parent / "golden" / "families.json"
 UNPACKED = ("bloom", "falcon", "gptj", "qwen3-next", "qwen3.5", "lfm2", "falcon-h1", "granite-hybrid", "mamba")
 """Families whose rows are padded: their layers keep a state, or do not use a replaceable attention."""
 
@@ -132,16 +147,50 @@ def learner(folder: Path) -> Iterator[MegatronLearner]:
     learner.close()
 
 
+class FamilyResults:
+    """Results by family: what was found in these tests, or in an earlier recording."""
+
+    def __init__(self) -> None:
+        self.recorded: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+    def note(self, name: str, **found: str | bool | float) -> None:
+        """Keep results when recording; otherwise compare the classes and choices, which do not depend on rounding."""
+        if os.environ.get("RL_RECORD_FAMILIES"):
+            self.recorded.setdefault(name, {}).update(found)
+            return
+        earlier = self.recorded[name]
+        differing = [key for key, value in found.items() if type(value) is not float and earlier[key] != value]
+        assert not differing, f"{RESULTS} is out of date for {name}: {differing}; record it with RL_RECORD_FAMILIES=1"
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[FamilyResults]:
+    results = FamilyResults()
+    yield results
+    if os.environ.get("RL_RECORD_FAMILIES"):
+        ordered = {name: results.recorded[name] for name in FAMILIES if name in results.recorded}
+        RESULTS.write_text(json.dumps(ordered, indent=1, sort_keys=False) + "\n")
+
+
+def has_adapters(config: PolicyConfig) -> bool:
+    """Return whether an adapter can change a matrix."""
+    try:
+        return bool(adapted_modules(config, LoraOptions(rank=1)))
+    except SettingsError:
+        return False
+
+
 def relative(found: float, expected: float) -> float:
     return abs(found - expected) / max(1.0, abs(expected))
 
 
 @families
-def test_a_step_is_that_of_the_class(name: str, folder: Path, learner: MegatronLearner) -> None:
+def test_a_step_is_that_of_the_class(name: str, folder: Path, learner: MegatronLearner, results: FamilyResults) -> None:
     """Also: the way to compute rows is the expected one, and names and gradients are those of the folder."""
     batch, model = make_batch(), class_of(folder)
     expected, loss, gradients = class_step(model, batch)
-    assert np.abs(learner.logprobs(batch).values - expected).max() <= 2e-5
+    logprobs = float(np.abs(learner.logprobs(batch).values - expected).max())
+    assert logprobs <= 2e-5
     own_model = model_of(learner)
     result = learner.train_step(batch, supervised_objective)
     assert relative(result.loss, loss) <= 1e-5
@@ -154,6 +203,16 @@ def test_a_step_is_that_of_the_class(name: str, folder: Path, learner: MegatronL
     for tensor, gradient in gradients.items():
         difference = (found[tensor].float() * scale / OPTIONS.clip_grad - gradient).abs().max()
         assert float(difference) <= 1e-4 * float(gradient.abs().max()) + 1e-6, tensor
+    config = parse_policy_config(read_policy_config(folder))
+    results.note(
+        name,
+        architecture=type(model).__name__,
+        backend="transformers" if config.model_json else "megatron",
+        packed=own_model.is_packed,
+        prefixes=own_model.shares_prefixes,
+        adapters=has_adapters(config),
+        logprobs=logprobs,
+    )
 
 
 @families
@@ -179,7 +238,7 @@ def test_weights_are_exported_saved_and_resumed(
 
 @families
 def test_the_transformers_engine_serves_each_update_with_proof(
-    name: str, folder: Path, learner: MegatronLearner
+    name: str, folder: Path, learner: MegatronLearner, results: FamilyResults
 ) -> None:
     batch = make_batch()
 
@@ -196,7 +255,9 @@ def test_the_transformers_engine_serves_each_update_with_proof(
             await engine.close()
         return report.canary_max_diff
 
-    assert asyncio.run(serve()) <= 1e-4
+    served = asyncio.run(serve())
+    assert served <= 1e-4
+    results.note(name, served=served)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral", "falcon-h1"])

@@ -78,6 +78,35 @@ def test_batch_arithmetic(policy: Path) -> None:
     assert "Writes to runs/run/" in text
 
 
+def test_a_model_that_ranks_cannot_divide(tmp_path: Path) -> None:
+    sizes = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "tie_word_embeddings": False}
+    settings = {"optimizer": {"dtype": "bfloat16"}, "cluster": {"placement": "process"}}
+    mistral = make_model(tmp_path / "mistral", **sizes)
+    parameters = ATTENTION + FEED_FORWARD + 2 * EMBEDDING + 5 * 1024
+
+    def lines(**parallel: object) -> list[str]:
+        return describe_plan(plan_settings(mistral, **settings, parallel=parallel), INPUTS).splitlines()
+
+    def mib(*size: float) -> list[str]:
+        return [f"{one * parameters / MIB:.2f} MiB" for one in size]
+
+    total, weights, gradients = mib(18, 2, 4)
+    whole = f"             whole on each rank: {weights} of weights and {gradients} of gradients"
+    alone = lines(ranks=1)
+    start = alone.index(f"  learner    {total} (weights, gradients, optimizer)")
+    assert alone[start + 1] == whole
+    assert "activations on a GPU" not in "\n".join(alone)
+    (divided,) = mib(6 + 12 / 4)
+    four = lines(ranks=4)
+    start = four.index(f"  learner    {total} on each of 4 ranks (weights, gradients, optimizer)")
+    hint = f"             parallel.distributed_optimizer = true would divide the rest, to {divided} on each rank"
+    assert four[start + 1 : start + 3] == [whole, hint]
+    four = lines(ranks=4, distributed_optimizer=True)
+    start = four.index(f"  learner    {divided} on each of 4 ranks (weights, gradients, optimizer)")
+    assert four[start + 1] == whole
+    assert "would divide" not in "\n".join(four)
+
+
 def test_roles_and_memory(policy: Path) -> None:
     plain = describe_plan(plan_settings(policy), INPUTS)
     count = ATTENTION + FEED_FORWARD + EMBEDDING + NORMS

@@ -10,7 +10,7 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_core.errors import DataError
+from rl_core.errors import DataError, SettingsError
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.checkpoints.hf_folder import (
     INDEX_FILE,
@@ -19,6 +19,7 @@ from rl_distill.checkpoints.hf_folder import (
     tensor_shapes,
     write_policy_folder,
 )
+from rl_distill.stepping import open_policy
 
 EMBEDDING = "model.embed_tokens.weight"
 UP = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -182,7 +183,8 @@ def test_an_index_that_promises_what_is_not_there_is_refused(tied_policy: Path, 
 def test_tensors_that_nobody_needs_are_mentioned(tied_policy: Path, tmp_path: Path):
     stored = load_file(tied_policy / WEIGHTS_FILE)
     save_file(
-        {**stored, "model.vision.weight": torch.zeros(2), "lm_head.weight": torch.ones(40, 32)}, tmp_path / WEIGHTS_FILE
+        {**stored, "model.vision.weight": torch.zeros(2), "lm_head.weight": stored[EMBEDDING].clone()},
+        tmp_path / WEIGHTS_FILE,
     )
 
     with structlog.testing.capture_logs() as logs:
@@ -191,6 +193,52 @@ def test_tensors_that_nobody_needs_are_mentioned(tied_policy: Path, tmp_path: Pa
     assert [(log["event"], log["num_tensors"], log["first"]) for log in logs] == [
         ("tensors_ignored", 1, "model.vision.weight")
     ]
+
+
+@pytest.mark.parametrize("backend", ["auto", "transformers"])
+def test_a_tied_tensor_with_other_values_is_refused(tied_policy: Path, tmp_path: Path, backend: Any):
+    stored, other = load_file(tied_policy / WEIGHTS_FILE), torch.ones(40, 32)
+    config = parse_policy_config(read_policy_config(tied_policy), backend=backend)
+    for tensor in (other, other[:39], other.bfloat16()):
+        save_file({**stored, "lm_head.weight": tensor}, tmp_path / WEIGHTS_FILE)
+        with pytest.raises(DataError, match=r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight', although"):
+            PolicyTensors(tmp_path, config)
+
+
+def test_tensors_that_a_class_does_not_know_are_refused_unless_it_ignores_them(tied_policy: Path, tmp_path: Path):
+    config_json = read_policy_config(tied_policy) | {"num_nextn_predict_layers": 1}
+    stored = load_file(tied_policy / WEIGHTS_FILE)
+    layers = config_json["num_hidden_layers"]
+    config = parse_policy_config(config_json, backend="transformers")
+    left_out = [f"model.layers.{layers}.eh_proj.weight", "mtp.norm.weight"]
+    left_out += ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    for extra, is_refused in (*((name, False) for name in left_out), (f"model.layers.{layers + 1}.x.weight", True)):
+        save_file({**stored, extra: torch.zeros(2)}, tmp_path / WEIGHTS_FILE)
+        if is_refused:
+            with pytest.raises(DataError, match=rf"'{extra}' is not part of Qwen3ForCausalLM \(1 such"):
+                PolicyTensors(tmp_path, config)
+        else:
+            PolicyTensors(tmp_path, config)
+
+
+def test_a_padded_vocabulary_needs_its_size_in_the_configuration(tied_policy: Path, tmp_path: Path):
+    config_json, stored = read_policy_config(tied_policy), load_file(tied_policy / WEIGHTS_FILE)
+    save_file({**stored, EMBEDDING: torch.zeros(64, 32)}, tmp_path / WEIGHTS_FILE)
+    for backend in ("megatron", "transformers"):
+        with pytest.raises(
+            DataError, match=r"'model\.embed_tokens\.weight' must have shape \[40, 32\]; found \[64, 32\]"
+        ):
+            PolicyTensors(tmp_path, parse_policy_config(config_json, backend=backend))  # type: ignore[arg-type]
+        PolicyTensors(tmp_path, parse_policy_config(config_json | {"vocab_size": 64}, backend=backend))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_quantized_weights_are_refused_by_field(tied_policy: Path, tmp_path: Path, field: str):
+    content = read_policy_config(tied_policy) | {field: {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+
+    with pytest.raises(SettingsError, match=rf"config\.json has {field}, and quantized weights cannot be trained.*fp8"):
+        open_policy(tmp_path)
 
 
 def test_a_folder_keeps_configuration_and_tokenizer(tied_policy: Path, tmp_path: Path):

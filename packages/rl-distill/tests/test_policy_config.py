@@ -2,10 +2,15 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core import Batch, Ragged
 from rl_core.errors import DataError, SettingsError, ShapeError
@@ -17,7 +22,7 @@ from rl_distill.architecture.policy_config import (
     parse_policy_config,
 )
 from rl_distill.architecture.tensor_shapes import tensor_shapes
-from rl_distill.architecture.transformers_model import read_config
+from rl_distill.architecture.transformers_model import build_model, canonical_json, read_config
 from rl_distill.stepping import check_tokens
 
 DENSE = {
@@ -354,8 +359,8 @@ def test_the_digest_of_checkpoints_from_before_glm_is_the_same():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"text_config": {"num_hidden_layers": 10**8}}, "num_hidden_layers <= 4096"),
-        ({"n_layers": 10**8}, "n_layers <= 4096"),
+        ({"text_config": {"num_hidden_layers": 10**8}}, "num_hidden_layers <= 1024"),
+        ({"n_layers": 10**8}, "n_layers <= 1024"),
         ({"moe_num_experts": 10**8}, "moe_num_experts <= 16384"),
     ],
 )
@@ -435,3 +440,77 @@ def test_experts_cannot_be_given_to_the_routers_of_a_class(make_batch: Callable[
     assert not parse_policy_config(PHI3).is_routed_by_class
     with pytest.raises(ShapeError, match="cannot be replayed: MixtralForCausalLM is computed by transformers' class"):
         check_tokens(batch.with_columns({"routed_experts": experts}), config)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+DIALECTS: list[dict[str, Any]] = [
+    {"rope_theta": 5e5},
+    {"rope_theta": 500000, "rope_parameters": {}, "rope_scaling": None},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}},
+    {"rope_parameters": {"rope_type": "default"}},
+    {"rope_scaling": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_scaling": LINEAR | {"rope_theta": 3e5}, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    {
+        "rope_theta": 5e5,
+        "rope_scaling": {n: v for n, v in LLAMA3.items() if not n.startswith("o")} | {"type": "llama3"},
+    },
+]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_each_dialect_of_the_rotary_embedding_is_read_as_transformers_reads_it(dialect: dict[str, Any]):
+    config = llama(**dialect, model_type="llama")
+    found, read = parse_policy_config(config), read_config(canonical_json(config)).rope_parameters
+
+    assert found.rope_base == read["rope_theta"]
+    kind = {NoneType: "default", LinearRopeScaling: "linear", Llama3RopeScaling: "llama3"}[type(found.rope_scaling)]
+    assert kind == read["rope_type"]
+    if found.rope_scaling is not None:
+        assert asdict(found.rope_scaling).items() <= read.items()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gemma3_text", {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": LINEAR}),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": LINEAR | {"rope_theta": 7e5},
+                    "sliding_attention": {"rope_theta": 1e4},
+                }
+            },
+        ),
+        ("gpt_neox", {"rotary_emb_base": 5e5, "rotary_pct": 0.5}),
+        ("mistral", {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        ("glm4", {"rope_theta": 5e5, "partial_rotary_factor": 0.25, "pad_token_id": 0}),
+        ("qwen2_moe", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 3e5}),
+    ],
+)
+def test_a_class_computes_the_angles_that_transformers_reads_from_the_folder(
+    tmp_path: Path, model_type: str, fields: dict[str, Any]
+):
+    sizes = {name: value for name, value in DENSE.items() if name != "architectures"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes, **fields}))
+    read = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    expected = AutoModelForCausalLM.from_config(read, trust_remote_code=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    found = build_model(canonical_json(config))
+
+    angles = {name: buffer for name, buffer in expected.named_buffers() if "inv_freq" in name}
+    assert angles
+    assert all(torch.equal(found.get_buffer(name), buffer) for name, buffer in angles.items())
+
+
+def test_a_configuration_that_transformers_cannot_build_is_refused():
+    nested = {"layer_types": ["full_attention"] * 4, "rope_parameters": {"full_attention": {"rope_theta": 7e5}}}
+    config = parse_policy_config({**DENSE, **nested, "model_type": "qwen3"}, backend="transformers")
+
+    with pytest.raises(DataError, match=r"transformers cannot build the model that config\.json describes: KeyError"):
+        tensor_shapes(config)

@@ -1,4 +1,4 @@
-"""The command line: new, check-machine, train, validate, status, scale, simulate, export."""
+"""The command line: new, check-machine, check-model, train, validate, status, scale, simulate, export."""
 
 import argparse
 from collections.abc import Sequence

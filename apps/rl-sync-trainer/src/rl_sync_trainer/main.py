@@ -1,4 +1,4 @@
-"""The command line: new, check-machine, train, validate, export."""
+"""The command line: new, check-machine, check-model, train, validate, export."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -6,8 +6,14 @@ the learner. This module imports neither the learner nor torch, so settings can 
 
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_size
 from rl_distill.architecture.memory import kept_activations, rank_memory
-from rl_distill.architecture.policy_config import ModelBackend, PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.architecture.tensor_shapes import count_parameters, forward_flops
+from rl_distill.architecture.policy_config import (
+    ModelBackend,
+    PolicyConfig,
+    parse_policy_config,
+    read_policy_config,
+    refuse_quantized,
+)
+from rl_distill.architecture.tensor_shapes import count_parameters, forward_flops, keeps_state
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_layout, check_learner, check_ranks, teacher_layout
 
@@ -24,9 +30,11 @@ __all__ = [
     "check_ranks",
     "count_parameters",
     "forward_flops",
+    "keeps_state",
     "kept_activations",
     "parse_policy_config",
     "rank_memory",
     "read_policy_config",
+    "refuse_quantized",
     "teacher_layout",
 ]

@@ -11,7 +11,13 @@ import numpy as np
 
 from rl_core.data import Batch, Ragged
 from rl_core.errors import NotReadyError, SettingsError, ShapeError
-from rl_distill.architecture.policy_config import ModelBackend, PolicyConfig, parse_policy_config, read_policy_config
+from rl_distill.architecture.policy_config import (
+    ModelBackend,
+    PolicyConfig,
+    parse_policy_config,
+    read_policy_config,
+    refuse_quantized,
+)
 from rl_distill.checkpoints.checkpoint import PolicySource
 from rl_distill.options import LearnerOptions
 from rl_distill.prefixes import ROUTED_EXPERTS
@@ -31,12 +37,13 @@ def open_policy(
 
     Raises:
         DataError: There is no valid config.json.
-        SettingsError: The architecture is not supported.
+        SettingsError: The architecture is not supported, or the weights are quantized.
     """
     if isinstance(policy, str):
         policy = Path(policy)
     policy_dir = policy if isinstance(policy, Path) else None
     config_json = read_policy_config(policy) if isinstance(policy, Path) else dict(policy)
+    refuse_quantized(config_json)
     if is_critic:
         names = [str(name) for name in config_json.get("architectures") or []]
         config_json["architectures"] = [re.sub("For(Token|Sequence)Classification$", "ForCausalLM", n) for n in names]

@@ -14,6 +14,8 @@ from rl_distill import (
     check_learner,
     check_ranks,
     count_parameters,
+    read_policy_config,
+    refuse_quantized,
 )
 from rl_rollout.engines import engine_class
 from rl_rollout.loops import resolve_loop
@@ -58,6 +60,7 @@ def _problems(settings: Settings, folder: Path, setting: str, *, lora: LoraOptio
     if any(check_policy_folder(folder, setting=setting, needs_tokenizer=False)):
         return
     try:
+        refuse_quantized(read_policy_config(folder))
         config = model_config(folder, settings.policy.backend)
         count_parameters(config)  # transformers' class may refuse the tensors
     except (SettingsError, DataError) as error:

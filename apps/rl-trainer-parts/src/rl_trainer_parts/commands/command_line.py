@@ -41,6 +41,8 @@ USAGE = """usage: {program} COMMAND ...
       Write commented settings, a reward and ten problems as the start of a new run.
   check-machine [SETTINGS.toml] [--json] [--section.name=value ...]
       Check whether this machine can run the trainer, or these settings, and how to fix what is missing.
+  check-model DIR [--json]
+      Say what trains and serves a model and how much memory it needs, from its config.json; weights may be missing.
 {train}
   train --help [SECTION]
       Explain every setting, or those of one section.
@@ -62,6 +64,11 @@ CHECK_MACHINE_HELP = """\
 {program} check-machine [SETTINGS.toml] [--json] [--section.name=value ...]: check whether this machine can train.
   It checks Python, packages, GPUs, memory, shared memory and disk, and suggests fixes. With settings, it compares
   them with what that run needs. Exit status: 0 no problem, 1 problems.
+  --json  Print one JSON object."""
+CHECK_MODEL_HELP = """\
+{program} check-model DIR [--json]: say what trains and serves a model, from its config.json; weights may be missing.
+  It shows the back end, the engine, parameters, memory of each rank, proofs, adapters and settings that are refused.
+  Exit status: 0 it can be trained, 1 it is refused.
   --json  Print one JSON object."""
 WITH_SETTINGS = ("train", "validate")
 """Commands whose --help explains settings."""
@@ -99,6 +106,7 @@ def run_program(
     first: dict[str, Command] = {
         "new": partial(_new, program=name, settings=settings),
         "check-machine": partial(_check_machine, program=name, settings=settings),
+        "check-model": partial(_check_model, program=name),
         "train": commands["train"],
         "validate": partial(_validate, program=name, settings=settings),
     }
@@ -136,6 +144,21 @@ def _check_machine(words: list[str], *, program: str, settings: SettingsClass) -
                 say(f"{'':<23} try: {check.advice}")
         say(", ".join(counted(number, state) for state, number in count.items()))
     return FAILED if count["problem"] else 0
+
+
+def _check_model(words: list[str], *, program: str) -> int:
+    """`check-model DIR [--json]`: what trains, serves and proves a model."""
+    if set(HELP) & set(words):
+        say(CHECK_MODEL_HELP.format(program=program))
+        return 0
+    as_json = take_flag(words, "--json")
+    refuse_unknown_flags(words, ("--json",))
+    if len(words) != 1:
+        raise SettingsError(f"check-model needs one model folder: {program} check-model DIR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from rl_trainer_parts.commands.check_model import check_model
+
+    return 0 if check_model(Path(words[0]), as_json=as_json) else FAILED
 
 
 def _validate(words: list[str], *, program: str, settings: SettingsClass) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Literal
 
@@ -275,6 +276,7 @@ def _memory(settings: Settings) -> Iterator[str]:
     engine = count_parameters(policy).total * BYTES[settings.vllm.dtype]
     yield f"Memory, without activations, for {_parameters(policy)}"
     yield f"  learner    {_on_ranks(settings, policy, 'policy')} (weights, gradients, optimizer)"
+    yield from _division(settings, policy)
     yield from _activations(settings, policy)
     if needs_critic(settings):
         critic = model_config(settings.critic.path or settings.policy.path, settings.policy.backend)
@@ -311,11 +313,25 @@ def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", 
     return f"{size_text(max(map(sum, stages)))}{where}"
 
 
+def _division(settings: Settings, config: PolicyConfig) -> Iterator[str]:
+    """Lines about what each rank holds of a model that transformers' class computes, unless FSDP divides it."""
+    if not config.model_json or settings.parallel.shard_weights:
+        return
+    parallel, dtype = settings.parallel, settings.optimizer.dtype
+    layouts = (parallel, replace(parallel, distributed_optimizer=True))
+    (now,), (divided,) = (rank_memory(config, layout, dtype=dtype, lora=settings.lora) for layout in layouts)
+    whole = f"{size_text(now.weights)} of weights and {size_text(now.gradients)} of gradients"
+    yield f"{INDENT}whole on each rank: {whole}"
+    if parallel.ranks > 1 and not parallel.distributed_optimizer:
+        smaller = f"{size_text(sum(divided))} on each rank"
+        yield f"{INDENT}parallel.distributed_optimizer = true would divide the rest, to {smaller}"
+
+
 def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     """Additional activation memory of the layers on a GPU; with other kernels and dtypes it depends on the lengths."""
     learner = settings.optimizer
     is_known = learner.kernels != "plain" and learner.dtype == "bfloat16"
-    if is_known and not settings.lora.rank:
+    if is_known and not settings.lora.rank and not config.model_json:
         kept = max(kept_activations(config, settings.parallel, learner))
         yield f"{INDENT}and {size_text(kept)} of activations on a GPU for full micro-batches"
 

@@ -107,7 +107,8 @@ def _processes(settings: Settings) -> int:
 def _sizes(settings: Settings, needs: Needs) -> Needs:
     rollout, engine, lora = settings.rollout, settings.vllm, settings.lora
     policy, each = settings.policy.path, BYTES[settings.optimizer.dtype]
-    config = model_config(policy)
+    backend = settings.policy.backend
+    config = model_config(policy, backend)
     total = count_parameters(config).total
     trained = adapter_size(config, lora) if lora.rank else total
     checkpoint, rank = (STATE_BYTES + each) * trained, _rank(settings, policy, "policy", lora)
@@ -116,7 +117,7 @@ def _sizes(settings: Settings, needs: Needs) -> Needs:
     if needs_critic(settings):
         critic = settings.critic.path or policy
         rank += _rank(settings, critic, "critic")
-        checkpoint += STATE_BYTES * count_parameters(model_config(critic)).total
+        checkpoint += STATE_BYTES * count_parameters(model_config(critic, backend)).total
     is_vllm = engine_name(settings) == "vllm"
     is_apart = _is_apart(settings)
     weights = total * BYTES[engine.dtype]
@@ -163,7 +164,8 @@ def _rank(
 ) -> int:
     """Size of a model in bytes on the rank that needs the most."""
     dtype, lora = settings.optimizer.dtype, lora or LoraOptions()
-    return max(map(sum, rank_memory(model_config(model), settings.parallel, dtype=dtype, kind=kind, lora=lora)))
+    config = model_config(model, settings.policy.backend)
+    return max(map(sum, rank_memory(config, settings.parallel, dtype=dtype, kind=kind, lora=lora)))
 
 
 ON_CPUS = {"ipc": "file", "nccl": "tcp"}

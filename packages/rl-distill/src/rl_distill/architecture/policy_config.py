@@ -214,6 +214,20 @@ def read_policy_config(policy_dir: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
+def refuse_quantized(config: Mapping[str, Any]) -> None:
+    """Refuse a config.json of quantized weights, which cannot be trained.
+
+    Raises:
+        SettingsError: It has a field that describes their quantization.
+    """
+    for name in ("quantization_config", "compression_config"):
+        if config.get(name):
+            raise SettingsError(
+                f"config.json has {name}, and quantized weights cannot be trained; found {preview(config[name])}. Use "
+                "the model's folder in bfloat16, or convert the weights and remove the field."
+            )
+
+
 def parse_policy_config(config: Mapping[str, Any], *, backend: ModelBackend = "auto") -> PolicyConfig:
     """Parse the content of a config.json.
 
@@ -291,7 +305,7 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
         max_position_embeddings=count(config, "max_position_embeddings"),
         norm_eps=finite(config["rms_norm_eps"]),
         rope_base=_positive("rope_theta", _first(rope.get("rope_theta"), config.get("rope_theta"), 10000.0)),
-        rope_scaling=_rope_scaling(rope),
+        rope_scaling=_rope_scaling({"original_max_position_embeddings": config["max_position_embeddings"], **rope}),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         initializer_range=finite(config.get("initializer_range", 0.02)),
         mixture=None if family.experts is None else read_mixture(config, family.experts),
@@ -302,8 +316,8 @@ def _policy_config(config: Mapping[str, Any], architecture: str) -> PolicyConfig
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    # transformers 5 writes rope_parameters; earlier versions write rope_scaling and rope_theta.
-    for name in ("rope_parameters", "rope_scaling"):
+    # transformers 5 writes rope_parameters; earlier versions write rope_scaling, which it prefers, and rope_theta.
+    for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name)
         if not isinstance(rope, Mapping | None) or any(isinstance(value, Mapping) for value in (rope or {}).values()):
             raise DataError(

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.architecture.transformers_model import head_name, model_shapes, untrained_names
+from rl_distill.architecture.transformers_model import has_stateful_layers, head_name, model_shapes, untrained_names
 
 Shape = tuple[int, ...]
 
@@ -94,6 +94,11 @@ def is_trained(name: str, config: PolicyConfig) -> bool:
     if config.model_json:
         return name not in untrained_names(config.model_json)
     return not name.endswith(".e_score_correction_bias")
+
+
+def keeps_state(config: PolicyConfig) -> bool:
+    """Return whether layers keep a state from token to token, so that rows are padded and share no prefixes."""
+    return bool(config.model_json) and has_stateful_layers(config.model_json)
 
 
 def output_name(config: PolicyConfig) -> str:

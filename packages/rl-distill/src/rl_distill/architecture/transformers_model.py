@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import preview
+from rl_distill.architecture.mixture_config import MAX_EXPERTS as MAX_EXPERTS_TOGETHER
 
 UNRELATED_FIELDS = frozenset(
     {"_name_or_path", "architectures", "dtype", "id2label", "label2id", "num_labels", "torch_dtype"}
@@ -21,7 +22,7 @@ UNRELATED_FIELDS = frozenset(
 """Fields of config.json that do not change what a model computes."""
 
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 14
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
 """Parts of the names of fields by which transformers may load kernels, which are code, from elsewhere."""
@@ -39,6 +40,12 @@ def check_fields(config: Mapping[str, Any]) -> None:
             raise DataError(f"config.json must have {name} <= {most}; found {preview(value)}.")
         if isinstance(value, Mapping):
             check_fields(value)
+    layers, experts = (
+        max((value for name, value in config.items() if name.endswith(end) and type(value) is int), default=1)
+        for end in (("hidden_layers", "n_layer"), ("experts",))
+    )
+    if layers * experts > MAX_EXPERTS_TOGETHER:
+        raise DataError(f"config.json must have at most {MAX_EXPERTS_TOGETHER} experts in all layers together.")
 
 
 def canonical_json(config: Mapping[str, Any]) -> str:
@@ -122,11 +129,22 @@ def build_model(text: str, **options: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def meta_model(text: str) -> Any:
-    """Return the model without memory."""
+    """Return the model without memory.
+
+    Raises:
+        DataError: transformers cannot build it.
+    """
     import torch
 
-    with torch.device("meta"):
-        return build_model(text)
+    try:
+        with torch.device("meta"):
+            return build_model(text)
+    except RLError:
+        raise
+    except Exception as error:  # any field may be wrong in any way
+        raise DataError(
+            f"transformers cannot build the model that config.json describes: {type(error).__name__}: {error}"
+        ) from error
 
 
 @lru_cache(maxsize=8)
@@ -245,6 +263,28 @@ def has_experts(text: str) -> bool:
 def default_router_loss(text: str) -> float:
     """Return the coefficient of the auxiliary router loss, the class's own if config.json has none."""
     return float(getattr(read_config(text).get_text_config(), "router_aux_loss_coef", None) or 0.0)
+
+
+def is_left_out(text: str, name: str) -> bool:
+    """Return whether a model has no tensor of this name in its folder, although the folder may have one.
+
+    These are the tensors that the class ignores, and those of layers for multi-token prediction (MTP).
+    """
+    model = meta_model(text)
+    patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+    if any(re.search(pattern, name) for pattern in {*patterns, r"(^|\.)mtp(_layers)?\."}):
+        return True
+    config, layer = model.config, re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    first, num_mtp = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+    return layer is not None and first <= int(layer[1]) < first + num_mtp
+
+
+def has_stateful_layers(text: str) -> bool:
+    """Return whether layers keep a state from token to token, such as convolutions and linear attention."""
+    import torch
+
+    model = meta_model(text)
+    return bool(model._is_stateful) or any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
 
 
 def check_class(text: str, architecture: str) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,28 +18,19 @@ from rl_core.files import current_umask, read_json_object, read_safetensors_head
 from rl_core.weights import write_safetensors
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, output_name, tensor_shapes
+from rl_distill.architecture.transformers_model import is_left_out
+from rl_distill.checkpoints.companion_files import config_bytes, copy_companions
 
 _log = structlog.get_logger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-"""Files besides the weights that belong to a policy; copied unchanged."""
-
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of each dtype in which weights may be stored."""
+
+_ROWS = 4096
+"""Rows of a tied tensor that are compared at once."""
 
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -83,7 +73,7 @@ class PolicyTensors:
             optional: Names of tensors that may be missing.
 
         Raises:
-            DataError: A file or tensor is missing or torn, or has another shape or dtype.
+            DataError: A file or tensor is missing or torn, has another shape or dtype, or is not part of the model.
         """
         self.num_bytes_read = 0
         paths, listed = _weight_files(policy_dir)
@@ -97,8 +87,17 @@ class PolicyTensors:
         _check(where, self._stored, {n: s for n, s in shapes.items() if n in self._stored or n not in optional})
         used = {(self._stored[name].path, self._stored[name].name) for name in shapes if name in self._stored}
         extra = sorted(n for n, t in stored.items() if (t.path, t.name) not in used and n not in config.tied)
+        unknown = [name for name in extra if config.model_json and not is_left_out(config.model_json, name)]
+        if unknown:
+            raise DataError(
+                f"{stored[unknown[0]].path}: tensor {unknown[0]!r} is not part of {config.architecture} "
+                f"({len(unknown)} such tensors), so exports would lose it. Correct config.json, or remove them."
+            )
         if extra:
             _log.warning("tensors_ignored", policy_dir=str(policy_dir), num_tensors=len(extra), first=extra[0])
+        for name, shared in config.tied.items():
+            if name in stored and shared in stored:
+                self._check_tied(name, shared)
 
     def __contains__(self, name: str) -> bool:
         """Whether the folder has a tensor with this name."""
@@ -138,6 +137,21 @@ class PolicyTensors:
             raise DataError(f"{stored.path}: tensor {name!r} cannot be read: {cause}") from cause
         self.num_bytes_read += math.prod(sizes) * STORED_DTYPES[stored.dtype]
         return value.reshape(sizes).to(dtype)  # type: ignore[no-any-return]
+
+    def _check_tied(self, name: str, shared: str) -> None:
+        """Raise a `DataError` if the folder stores other values for a tied tensor, which transformers would not tie."""
+        first, other = self._stored[name], self._stored[shared]
+        is_equal = (first.shape, first.dtype) == (other.shape, other.dtype)
+        for row in range(0, first.shape[0] if is_equal and first.shape else 0, _ROWS):
+            offsets = (row, *(0 for _ in first.shape[1:]))
+            sizes = (min(_ROWS, first.shape[0] - row), *first.shape[1:])
+            parts = [self.read(one, offsets, sizes, dtype=self.dtype(one)) for one in (name, shared)]
+            is_equal = is_equal and torch.equal(*parts)
+        if not is_equal:
+            raise DataError(
+                f"{first.path}: tensor {name!r} differs from {shared!r}, although config.json ties them. Set "
+                "tie_word_embeddings to false in config.json, or remove the tensor."
+            )
 
     def whole(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the policy in this dtype; None keeps the stored one. A router's bias is float32."""
@@ -232,13 +246,14 @@ def write_policy_folder(
     source_dir: Path | None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a Hugging Face folder: weights, config.json, and the tokenizer's files from the source folder.
+    """Write a Hugging Face folder: weights, config.json, and all other files of the source folder, byte for byte.
 
     Args:
         policy_dir: Target folder; created if missing. It must not contain weights.
-        config: Content of config.json; kept unchanged except for `dtype`, which is set to that of the tensors.
+        config: Content of config.json, whose text is kept if the source folder has it; only a `dtype` changes to that
+            of the tensors.
         tensors: Tensors by Hugging Face name. Each is consumed before the next is requested.
-        source_dir: Folder with the tokenizer's files; None to write none.
+        source_dir: Folder with the other files (`copy_companions`); None to write none.
         max_shard_bytes: Maximum bytes per file, and in memory; a larger tensor gets its own file.
 
     Raises:
@@ -258,11 +273,9 @@ def write_policy_folder(
         shards.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
         dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
     _name_shards(policy_dir, shards)
-    written = {**{name: value for name, value in config.items() if name != "torch_dtype"}, "dtype": dtype}
-    write_json(policy_dir / "config.json", written)
-    for name in COMPANION_FILES:
-        if source_dir is not None and (source_dir / name).is_file():
-            shutil.copyfile(source_dir / name, policy_dir / name)
+    (policy_dir / "config.json").write_bytes(config_bytes(config, dtype=dtype, source=source_dir))
+    if source_dir is not None:
+        copy_companions(source_dir, policy_dir)
 
 
 def _shards(pairs: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -34,12 +34,13 @@ def choose_engine(model_dir: Path) -> EngineChoice:
         return EngineChoice(name="transformers", reason="vLLM is not installed")
     try:
         support = installed_support()
-        architectures = read_json_object(model_dir / "config.json").get("architectures") or []
+        named = read_json_object(model_dir / "config.json").get("architectures")
     except MissingExtraError as error:
         return EngineChoice(name="transformers", reason=str(error))
     except RLError:  # whoever reads the folder reports it
         return EngineChoice(name="vllm", reason="vLLM is installed")
-    shown = " or ".join(map(str, architectures)) or "the architecture"
+    architectures = [str(name) for name in named] if isinstance(named, list) else []
+    shown = " or ".join(architectures) or "the architecture"
     if not support.architectures or set(architectures) & set(support.architectures):
         return EngineChoice(name="vllm", reason=f"{support.name} knows {shown}")
     return EngineChoice(name="transformers", reason=f"{support.name} does not know {shown}")
