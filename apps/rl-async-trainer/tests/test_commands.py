@@ -18,7 +18,7 @@ def test_help_begins_with_a_short_usage(capsys: pytest.CaptureFixture[str]) -> N
 
     usage = said("--help")
     assert usage.startswith("usage: rl-async-trainer COMMAND ...\n")
-    assert len(usage.splitlines()) < 25
+    assert len(usage.splitlines()) < 27
     assert said(status=2) == usage
     assert said("train", "--help", "schedule").startswith("[schedule]  How far generation may run ahead of training.\n")
     assert said("--version") == f"rl-async-trainer {importlib.metadata.version('rl-async-trainer')}\n"

@@ -217,7 +217,7 @@ ARITHMETIC = {
     "unknown engine": Mistake(settings={"rollout__engine": "vlm"}, says=("rollout.engine = 'vlm'", "'vllm'?")),
     "an engine for tests": Mistake(
         settings={"rollout__engine": "scripted"},
-        says=("rollout.engine = 'scripted' is not known", "known: transformers"),
+        says=("rollout.engine = 'scripted' is not known", "known: auto, transformers"),
     ),
     "unknown option of a loop": Mistake(
         settings={"rollout__loop_options": "{a = 1}"}, says=("agent loop 'single_turn' has no options; found a.",)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rl_rollout.engines import EngineChoice
 from rl_trainer_parts.commands import check_model
 from rl_trainer_parts.commands.command_line import run_program
 
@@ -47,7 +48,8 @@ def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
 
 
 def test_a_model_that_transformers_computes(tmp_path: Path, printed: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(check_model, "find_spec", lambda _: None)
+    choice = EngineChoice(name="transformers", reason="vLLM is not installed")
+    monkeypatch.setattr(check_model, "choose_engine", lambda _: choice)
 
     assert check(MISTRAL, tmp_path) == 0
 
@@ -57,7 +59,7 @@ def test_a_model_that_transformers_computes(tmp_path: Path, printed: Any, monkey
         "             its own class, whole on each rank, because our layers do not compute MistralForCausalLM",
         "rows         packed with shared prefixes, if this gives the class's logprobs at the start; else padded",
         "served by    transformers (rollout.engine)",
-        "             vLLM is not installed here",
+        "             vLLM is not installed",
         "parameters   78,144",
         "memory       of each rank in bfloat16 (weights, gradients, optimizer), without activations",
         "             ranks                     1          2          4          8   fits 80 GB",
@@ -111,7 +113,7 @@ def test_layers_with_a_state_are_padded(tmp_path: Path, printed: Any):
         ({**MISTRAL, "quantization_config": {"bits": 4}}, "config.json has quantization_config, and quantized weights"),
         ({**MISTRAL, "num_hidden_layers": 10**9}, "config.json must have num_hidden_layers <= 1024; found 1000000000."),
         ({**MISTRAL, "hidden_size": "x"}, "config.json does not describe a mistral model: "),
-        ({**MISTRAL, "rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        ({**MISTRAL, "rope_scaling": {"rope_type": "longrope"}}, "config.json does not describe a mistral model: "),
         (
             {**MISTRAL, "model_type": "mixtral", "num_local_experts": 16384, "num_hidden_layers": 1000},
             "config.json must have at most 262144 experts in all layers together.",

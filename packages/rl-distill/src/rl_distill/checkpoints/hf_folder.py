@@ -25,6 +25,8 @@ _log = structlog.get_logger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+VALUE_HEAD = ("score.weight", "score.bias")
+"""Tensors of a critic's head, which its folder has beside the model's."""
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of each dtype in which weights may be stored."""
@@ -87,7 +89,8 @@ class PolicyTensors:
         _check(where, self._stored, {n: s for n, s in shapes.items() if n in self._stored or n not in optional})
         used = {(self._stored[name].path, self._stored[name].name) for name in shapes if name in self._stored}
         extra = sorted(n for n, t in stored.items() if (t.path, t.name) not in used and n not in config.tied)
-        unknown = [name for name in extra if config.model_json and not is_left_out(config.model_json, name)]
+        others = [name for name in extra if config.model_json and name not in VALUE_HEAD]
+        unknown = [name for name in others if not is_left_out(config.model_json, name)]
         if unknown:
             raise DataError(
                 f"{stored[unknown[0]].path}: tensor {unknown[0]!r} is not part of {config.architecture} "

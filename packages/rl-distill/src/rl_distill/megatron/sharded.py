@@ -48,7 +48,8 @@ def shard_model(model: TransformersModel, dtype: torch.dtype, *, device: torch.d
         sharded.set_gradient_divide_factor(1.0)  # `loss_weights` already normalizes over the global batch
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction with a factor
         sharded.set_reduce_scatter_unused_params(True)  # ranks may use different parameters
-    for method in (TransformersModel._own_results, TransformersModel._find_head_scale):  # which compute without a pack
+    without_pack = TransformersModel._find_layers, TransformersModel._own_results, TransformersModel._find_head_scale
+    for method in without_pack:
         register_fsdp_forward_method(model, method.__name__)
 
 
