@@ -64,7 +64,7 @@ def test_a_model_that_transformers_computes(tmp_path: Path, printed: Any, monkey
         "memory       of each rank in bfloat16 (weights, gradients, optimizer), without activations",
         "             ranks                     1          2          4          8   fits 80 GB",
         "             all weights          1.4 MB   937.7 kB   703.3 kB   586.1 kB   from 1 rank",
-        "             shard_weights        1.4 MB   703.3 kB   351.6 kB   175.8 kB   from 1 rank",
+        "             shard_weights        1.3 MB   625.2 kB   312.6 kB   156.3 kB   from 1 rank",
         "             LoRA of 16         690.8 kB   512.6 kB   423.6 kB   379.0 kB   from 1 rank",
         "proven       at the start, the learner's logprobs against transformers' class; no way that differs is used",
         "             at each update, each tensor's checksum and its product in live layers, and logprobs of a canary",

@@ -155,6 +155,5 @@ def test_a_mixture_of_transformers_class_is_not_replayed(tmp_path: Path) -> None
     }
     settings = settings_of(tmp_path, mixtral, vllm={"dtype": "bfloat16"})
     assert proof_tolerances(settings) == REROUTED_TOLERANCES
-    assert "transformers' class cannot be given the engine's experts" in describe_plan(
-        settings, invented_inputs(train=3)
-    )
+    plan = describe_plan(settings, invented_inputs(train=3))
+    assert "transformers' class cannot be given the engine's experts" in plan
