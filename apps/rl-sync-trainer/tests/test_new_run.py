@@ -12,7 +12,7 @@ from rl_trainer_parts.machine.needs import needs_of
 from rl_trainer_parts.settings.sources import load_settings
 
 QUICK = (
-    *("--rollout.engine=transformers", "--policy.backend=torch", "--optimizer.num_threads=1"),
+    *("--rollout.engine=transformers", "--optimizer.num_threads=1"),
     *("--trainer.steps=2", "--trainer.keep_checkpoints=1"),
 )
 
