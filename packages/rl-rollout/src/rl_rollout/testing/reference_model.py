@@ -25,6 +25,8 @@ TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 LINEAR_KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 END = "<end>"
 CHARACTERS = 'ab{}":,123'
+UPDATE_DEADLINE_S = 300.0
+"""Deadline of an update beside running requests, long enough for a busy machine."""
 EMOJI = "\N{GRINNING FACE}"
 """A character of four bytes. Each byte is a token."""
 
@@ -212,7 +214,7 @@ async def begin(engine: RolloutEngine, request: GenerateRequest) -> "asyncio.Fut
 async def answers_during(
     engine: RolloutEngine, ask: Callable[[], Awaitable[Answer]], update: Callable[[], Awaitable[object]]
 ) -> list[Answer]:
-    """Return the answers to a question that is repeated until an update has ended, however long the update takes.
+    """Return the answers to a question that is repeated until an update has ended.
 
     It is asked twice at a time, begun at different moments, so that the update finds an unfinished answer.
     """
@@ -223,7 +225,7 @@ async def answers_during(
         while not updated.is_set():
             answers.append(await ask())
 
-    async with asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(UPDATE_DEADLINE_S), asyncio.TaskGroup() as tasks:
         for seed in range(2):
             tasks.create_task(repeat())
             await begin(engine, short_request(seed=seed))
