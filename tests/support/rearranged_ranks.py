@@ -1,10 +1,12 @@
 """Ranks that switch from one parallel layout to another, so that tests share their processes."""
 
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rl_distill.megatron import rank_tensors
 from rl_distill.megatron.host import RankHost
-from rl_distill.megatron.parallel import RankPosition, initialize_groups
+from rl_distill.megatron.parallel import RankPosition, group_of_copies, initialize_groups
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import ParallelOptions
 
@@ -17,6 +19,19 @@ class RearrangedHost(RankHost):
         parallel_state.destroy_model_parallel()
         initialize_groups(parallel, seed=self._seed)
         return RankPosition.of_this_rank()
+
+    def ends_in_order(self) -> bool:
+        """Return whether a long collective that began first has ended when a short one has."""
+        group = group_of_copies(of_experts=False)
+        parts = [torch.ones(count) for count in (1_000_000, 1)]
+        works = [
+            dist.all_gather_into_tensor(part.new_empty(group.size() * len(part)), part, group=group, async_op=True)
+            for part in parts
+        ]
+        works[-1].wait()
+        is_in_order = works[0].is_completed()
+        works[0].wait()
+        return is_in_order
 
     def read_stale(self, name: str) -> None:
         """Let readers of a model's weights see those that were not gathered after the last step."""

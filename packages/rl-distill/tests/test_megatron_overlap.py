@@ -119,6 +119,12 @@ def test_no_bit_changes(
     step(batch)
 
 
+def test_collectives_of_a_group_run_one_after_another(two_ranks: Started):
+    # Two threads of torch's gloo groups that end their collectives at once corrupt the heap.
+    ranks = two_ranks.in_layout(SHARED)
+    assert ranks.call_all(RearrangedHost.ends_in_order) == [True, True]
+
+
 class Engine:
     """An engine that serves a policy with transformers."""
 

@@ -12,6 +12,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import megatron.core.parallel_state as parallel_state
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.package_info import __version__
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch.distributed import distributed_c10d
 
 TESTED_VERSIONS = ("0.16.1",)
 """megatron-core versions that this file was tested with."""
@@ -88,6 +90,22 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any
     output.copy_(own[: len(output)])
 
 
+class _SerialGloo(dist.ProcessGroupGloo):
+    """A gloo group that runs one operation at a time.
+
+    The two threads of torch's groups write the name of the last operation without a lock. When both end one at the same
+    time, its memory is freed twice (torch 2.13).
+    """
+
+    def __init__(self, store: distributed_c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
+        """Build the group, with the arguments of `dist.new_group`."""
+        options = distributed_c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [self.create_default_device()]
+        options._timeout = timeout
+        options._threads = 1
+        super().__init__(store, rank, size, options)
+
+
 _groups: dict[object, dict[tuple[int, ...], Any]] = {}
 """Process groups of the current world by their ranks, under the world's own group."""
 
@@ -105,7 +123,12 @@ def _shared_group(ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
     of_world = _groups.setdefault(world, {})
     key = tuple(range(dist.get_world_size())) if ranks is None else tuple(ranks)
     if key not in of_world:
-        of_world[key] = dist.new_group(ranks=list(key), **{**kwargs, "backend": dist.get_backend()})
+        usual = distributed_c10d.ProcessGroupGloo
+        distributed_c10d.ProcessGroupGloo = _SerialGloo  # type: ignore[misc]  # new_group takes no options of gloo
+        try:
+            of_world[key] = dist.new_group(ranks=list(key), **{**kwargs, "backend": dist.get_backend()})
+        finally:
+            distributed_c10d.ProcessGroupGloo = usual  # type: ignore[misc]
     return of_world[key]
 
 
