@@ -42,6 +42,7 @@ from rl_distill import (
     PolicyConfig,
     adapted_modules,
     parse_policy_config,
+    rank_memory,
     read_policy_config,
 )
 from rl_distill.learner import MetricSums, MicroBatch
@@ -450,6 +451,8 @@ def test_ranks_that_divide_the_weights_compute_what_one_computes(
     whole, (first, second) = one._call_all(RankModel.memory)[0], two._call_all(RankModel.memory)
     for of_one, *of_two in zip(whole, first, second, strict=True):
         assert max(of_two) <= 0.55 * of_one + 2000  # one more row, and a router's bias
+    (planned,) = rank_memory(parse_policy_config(read_policy_config(folder)), sharded.parallel, dtype=CALM.dtype)
+    assert [sum(size) / 2 for size in zip(first, second, strict=True)] == pytest.approx(planned, rel=0.02)
     one.close()
     two.close()
 

@@ -202,7 +202,7 @@ ARITHMETIC = {
     ),
     "longer than the model's positions": Mistake(
         settings={"rollout__max_response_tokens": 57},
-        says=("add up to 65 tokens, more than the model's max_position_embeddings = 64",),
+        says=("add up to 65 tokens, more than the model's positions = 64",),
     ),
     "longer than the engine's context": Mistake(
         settings={"vllm__max_model_len": 15}, says=("add up to 16 tokens, more than vllm.max_model_len = 15",)

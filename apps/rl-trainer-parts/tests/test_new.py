@@ -27,7 +27,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_model(folder: Path, *, positions: int, template: str | None = None) -> Path:
     folder.mkdir()
-    config = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": positions}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "max_position_embeddings": positions,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "rms_norm_eps": 1e-6,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
@@ -108,6 +118,22 @@ def test_lengths_fit_the_model(positions: int, expected: tuple[int, int]) -> Non
     values = starter_values(Path("mine"), model)
     assert (values["prompts.max_tokens"], values["rollout.max_response_tokens"]) == expected
     assert (values["policy.path"], values["prompts.plain_prompts"]) == (model, "chat")
+
+
+def test_lengths_fit_the_learner() -> None:
+    """GPT-2 names its positions otherwise, and the angles of longrope are the same up to the original length."""
+    model = make_model(Path("model"), positions=4096)
+    sizes = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 1}
+    gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 64, **sizes}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    widths = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    widths["original_max_position_embeddings"] = 64
+    phi3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_parameters": rope, **sizes, **widths}
+    for config in (gpt2, phi3):
+        (model / "config.json").write_text(json.dumps(config))
+        values = starter_values(Path("mine"), model)
+        assert (values["prompts.max_tokens"], values["rollout.max_response_tokens"]) == (16, 48)
 
 
 def test_a_model_without_a_chat_template_gets_the_text_as_it_stands() -> None:

@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from rl_core.errors import EngineError, SettingsError
+from rl_core.errors import RLError, SettingsError
 from rl_distill import check_ranks
 from rl_metrics.health import GUIDE, require_rules, with_thresholds, without
 from rl_rollout import can_score_again, resolve_filter
-from rl_rollout.engines import known_engines, max_positions
+from rl_rollout.engines import known_engines
 from rl_rollout.loops import LOOPS
 from rl_rollout.skip import EntryStore, StepSelection
 from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
 from rl_trainer_parts.checks.models import lora_problems
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.fields import problems_of, with_value
 from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import LEVELS, Settings
@@ -138,11 +139,11 @@ def _without_validation(settings: Settings) -> Iterator[str]:
 
 def _lengths(settings: Settings) -> Iterator[str]:
     """Problems of trajectories that exceed the model's positions or the engine's context."""
-    prompts, rollout = settings.prompts, settings.rollout
+    policy, prompts, rollout = settings.policy, settings.prompts, settings.rollout
     longest = prompts.max_tokens + rollout.max_response_tokens
     limits = {"vllm.max_model_len": settings.vllm.max_model_len}
-    with contextlib.suppress(OSError, ValueError, EngineError):  # other checks report a broken config.json
-        limits["the model's max_position_embeddings"] = max_positions(settings.policy.path)
+    with contextlib.suppress(RLError):  # other checks report a broken config.json
+        limits["the model's positions"] = model_config(policy.path, policy.backend).max_position_embeddings
     for name, limit in limits.items():
         if limit is not None and longest > limit:
             yield (

@@ -13,8 +13,8 @@ from rl_core.cluster import visible_gpus
 from rl_core.errors import SettingsError
 from rl_core.files import read_toml
 from rl_core.terminal_text import say
-from rl_rollout.engines import max_positions
 from rl_trainer_parts.checks.model_folder import check_policy_folder
+from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.fields import leaves, setting_fields
 from rl_trainer_parts.settings.schema import RunSettings, Settings
 
@@ -70,7 +70,7 @@ def starter_values(folder: Path, model: Path | None) -> dict[str, object]:
         raise SettingsError("\n".join(problems))
     values = dict(leaves(read_toml(STARTER / "settings.toml")))
     if model is not None:
-        positions = max_positions(model)
+        positions = model_config(model).max_position_embeddings
         values["prompts.max_tokens"] = min(values["prompts.max_tokens"], positions // 4)
         left = positions - values["prompts.max_tokens"]
         values["rollout.max_response_tokens"] = min(values["rollout.max_response_tokens"], left)
