@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from rl_core.annotation_rules import array_of, expect, several
 from rl_core.data.columns import BUILT_IN, column_dtype, column_spec
 from rl_core.data.ragged import Array, Ragged, offsets_of, row_indices
-from rl_core.data.records import ExpertArray, Json, Trajectory
+from rl_core.data.records import ExpertArray, ImageSpan, Json, Trajectory
 from rl_core.data.row_keys import RowKey, RowKeys
 from rl_core.errors import DataError, ShapeError
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 
 Column = Array | Ragged
+
+IMAGES = "images"
+"""Name of the images among a row's extras."""
 
 
 class Batch:
@@ -89,7 +92,7 @@ class Batch:
         columns["is_truncated"] = np.asarray([t.finish_reason == "length" for t in trajectories], dtype=np.bool_)
         columns["num_prompt_tokens"] = np.asarray([t.num_prompt_tokens for t in trajectories], dtype=np.int32)
         keys = [RowKey(t.prompt_uid, t.session_index, t.output_index) for t in trajectories]
-        return cls(keys, columns, extras=[t.extras for t in trajectories])
+        return cls(keys, columns, extras=[_extras_of(t) for t in trajectories])
 
     @classmethod
     def concat(cls, batches: Iterable["Batch"]) -> "Batch":
@@ -112,6 +115,15 @@ class Batch:
     def extras(self) -> tuple[Mapping[str, Json], ...]:
         """One JSON object per row."""
         return ({},) * len(self) if self._extras is None else self._extras
+
+    @property
+    def images(self) -> tuple[tuple[ImageSpan, ...], ...]:
+        """The images among each row's tokens, in their order.
+
+        Raises:
+            DataError: A row's extras have something else as "images".
+        """
+        return tuple(map(_images_of, self.extras))
 
     @property
     def names(self) -> frozenset[str]:
@@ -314,3 +326,20 @@ def concat_columns(columns: Sequence[Column]) -> Column:
     if len(shapes) > 1:
         raise ShapeError(f"dense columns to join must have one shape besides their rows; found {sorted(shapes)}.")
     return np.concatenate(dense)
+
+
+def _extras_of(trajectory: Trajectory) -> Mapping[str, Json]:
+    """Return a row's extras, with the images of its tokens."""
+    if not trajectory.images:
+        return trajectory.extras
+    return {**trajectory.extras, IMAGES: [[one.digest, one.start, one.length] for one in trajectory.images]}
+
+
+def _images_of(extras: Mapping[str, Json]) -> tuple[ImageSpan, ...]:
+    found = extras.get(IMAGES, [])
+    try:
+        return tuple(ImageSpan(digest=digest, start=start, length=length) for digest, start, length in found)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"extras[{IMAGES!r}] must be a list of [digest, start, length]; found {str(found)[:80]}."
+        ) from error

@@ -32,6 +32,21 @@ NO_VERSION = -1
 
 
 @record
+class ImageSpan:
+    """An image among the tokens of a prompt or trajectory.
+
+    Attributes:
+        digest: SHA-256 of the encoded image, in hexadecimal; see `rl_core.images.ImageStore`.
+        start: Index of the first token that stands for it.
+        length: Number of tokens from the first to the last one.
+    """
+
+    digest: str
+    start: int
+    length: int
+
+
+@record
 class Prompt:
     """One problem for the policy.
 
@@ -42,6 +57,7 @@ class Prompt:
         data_source: Name of the data set, for routing and for validation by source.
         ground_truth: The reference answer for the reward; any JSON value.
         columns: All columns of the row, for the reward function.
+        images: Images among the tokens, in their order.
     """
 
     uid: str
@@ -50,6 +66,7 @@ class Prompt:
     data_source: str = "default"
     ground_truth: Json = None
     columns: Mapping[str, Json] = field(default_factory=dict)
+    images: tuple[ImageSpan, ...] = ()
 
 
 @record
@@ -84,6 +101,7 @@ class Trajectory:
         reward_components: Named parts of the reward.
         timings: Durations of the session.
         routed_experts: [T, layers, top_k] int16 experts that a mixture-of-experts model used; -1 where unknown.
+        images: Images among the tokens, in their order.
         extras: Anything else, as JSON.
     """
 
@@ -100,6 +118,7 @@ class Trajectory:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     timings: Timings = Timings()
     routed_experts: Annotated[ExpertArray | None, Axes("T", "layers", "top_k")] = None
+    images: tuple[ImageSpan, ...] = ()
     extras: Mapping[str, Json] = field(default_factory=dict)
 
     @property

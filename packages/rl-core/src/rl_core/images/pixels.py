@@ -1,0 +1,145 @@
+"""A model's processor of images: how many tokens an image takes in a text, and its pixel values.
+
+The only file that knows transformers' processors. Nothing in a folder runs as code, and nothing is fetched.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.data.records import ImageSpan, IntArray
+from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.images.store import open_image
+
+Pixels = Mapping[str, NDArray[Any]]
+"""Inputs of a model by name, such as pixel_values and image_grid_thw, whose first axes join those of several images."""
+
+
+class ImageProcessor:
+    """The image processor of a model folder.
+
+    Attributes:
+        token_id: Id of the tokens whose embeddings an image replaces.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        """Wrap a processor of transformers that has a tokenizer and an image processor."""
+        self._processor = processor
+        self.token_id = int(processor.image_token_id)
+
+    @classmethod
+    def load(cls, folder: Path) -> "ImageProcessor":
+        """Load the processor of a model folder, without torchvision and videos.
+
+        Raises:
+            SettingsError: The folder has no image processor that transformers can load.
+            MissingExtraError: transformers is not installed.
+        """
+        try:
+            from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+            from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+        except ImportError as error:
+            raise MissingExtraError("images need transformers and Pillow. Install both.") from error
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder, **options))]
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+            parts = {"image_processor": AutoImageProcessor.from_pretrained(folder, **options), "tokenizer": tokenizer}
+            others = {name: None for name in kind.get_attributes() if name not in parts}
+            processor = _without_others(kind)(**parts, **others, chat_template=tokenizer.chat_template)
+            return cls(processor)
+        except Exception as error:  # a damaged folder raises many types
+            raise SettingsError(
+                f"{folder}: transformers cannot load the processor of its images ({type(error).__name__}: {error})."
+            ) from error
+
+    def expanded(self, text: str, images: Sequence[bytes]) -> str:
+        """Return a rendered text in which each image's placeholder has become as many as the image needs.
+
+        Args:
+            text: A text with one placeholder for each image, as the chat template writes them.
+            images: The encoded images, in the order of the text.
+
+        Raises:
+            DataError: The text has another number of placeholders, or an image cannot be decoded.
+        """
+        placeholder: str = self._processor.image_token
+        if text.count(placeholder) != len(images):
+            raise DataError(
+                f"a prompt with {len(images)} images must have as many placeholders {placeholder!r} in its text; found "
+                f"{text.count(placeholder)}."
+            )
+        replacements = [self._replacement(data) for data in images]
+        (found,), _ = self._processor.get_text_with_replacements([text], images_replacements=replacements)
+        return str(found)
+
+    def spans(self, ids: IntArray, digests: Sequence[str], images: Sequence[bytes]) -> tuple[ImageSpan, ...]:
+        """Return where each image lies in a prompt's tokens.
+
+        Args:
+            ids: [T] tokens of a text that `expanded` returned.
+            digests: Each image's digest.
+            images: The encoded images.
+
+        Raises:
+            DataError: The tokens have another number of placeholders than the images need.
+        """
+        counts = [self.num_tokens(data) for data in images]
+        (places,) = np.nonzero(ids == self.token_id)
+        if len(places) != sum(counts):
+            raise DataError(
+                f"images must have {sum(counts)} placeholders in the prompt's tokens; found {len(places)}. A text must "
+                f"not contain {self._processor.image_token!r} itself."
+            )
+        parts = np.split(places, np.cumsum(counts)[:-1]) if counts else []
+        return tuple(
+            ImageSpan(digest=digest, start=int(part[0]), length=int(part[-1]) + 1 - int(part[0]))
+            for digest, part in zip(digests, parts, strict=True)
+        )
+
+    def num_tokens(self, data: bytes) -> int:
+        """Return the number of tokens whose embeddings the image replaces."""
+        return int((self._tokens(self._replacement(data)) == self.token_id).sum())
+
+    def pixels(self, data: bytes) -> Pixels:
+        """Return the model's inputs for one image."""
+        found = self._processor.image_processor(images=[open_image(data)], return_tensors="np")
+        unused = set(self._processor.unused_input_names)
+        return {name: np.asarray(value) for name, value in found.items() if name not in unused}
+
+    def _replacement(self, data: bytes) -> str:
+        found = self._processor.image_processor(images=[open_image(data)], return_tensors="np")
+        return str(self._processor.replace_image_token(found, image_idx=0))
+
+    def _tokens(self, text: str) -> IntArray:
+        return np.asarray(self._processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+
+@lru_cache
+def _without_others(kind: type) -> Any:
+    """Return the processor's class without checks of the parts that a policy of images does not need."""
+
+    class Processor(kind):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, name: str, part: Any) -> Any:
+            return None if part is None else super().check_argument_for_proper_class(name, part)
+
+    return Processor
+
+
+def joined_pixels(parts: Sequence[Pixels]) -> dict[str, NDArray[Any]]:
+    """Join the inputs of several images, in their order."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+
+
+def pixel_digest(pixels: Pixels) -> str:
+    """Return the SHA-256 of a model's inputs for images: names, shapes, dtypes and bytes."""
+    found = sha256()
+    for name, array in sorted(pixels.items()):
+        found.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()

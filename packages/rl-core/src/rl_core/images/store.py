@@ -1,0 +1,95 @@
+"""A folder of images, each kept once under the SHA-256 of its encoded bytes.
+
+Rows, requests and caches carry only the digest. Every process that sees the folder reads the bytes, and checks them, so
+an image of a group is stored once, and no image is taken for another.
+"""
+
+import io
+import warnings
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_core.errors import DataError, MissingExtraError
+from rl_core.files import read_plain, write_durably
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+"""Formats of encoded images, by Pillow's names; of an animation, the first picture."""
+
+MAX_BYTES = 1 << 26
+"""Maximum size of an encoded image."""
+
+MAX_PIXELS = 1 << 26
+"""Maximum width times height, checked before pixels are decoded."""
+
+
+def open_image(data: bytes) -> "Image":
+    """Decode an image to RGB.
+
+    Raises:
+        DataError: It is too large, of another format, or damaged.
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("images need Pillow. Run: pip install pillow") from error
+    if len(data) > MAX_BYTES:
+        raise DataError(f"an image must have at most {MAX_BYTES} bytes; it has {len(data)}. Make it smaller.")
+    try:
+        with warnings.catch_warnings(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            warnings.simplefilter("ignore")  # of damaged metadata, which does not matter
+            if image.width * image.height > MAX_PIXELS:
+                raise DataError(
+                    f"an image must have at most {MAX_PIXELS} pixels; it has {image.width} x {image.height}. Make it "
+                    "smaller."
+                )
+            return image.convert("RGB")
+    except DataError:
+        raise
+    except Exception as error:  # decoders raise many types
+        raise DataError(
+            f"an image cannot be decoded ({type(error).__name__}: {error}); expected one of {', '.join(FORMATS)}."
+        ) from error
+
+
+class ImageStore:
+    """Images in a folder by digest. Processes may share the folder; equal images are written once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Name the folder, which is created with the first image."""
+        self.folder = folder
+
+    def put(self, data: bytes) -> str:
+        """Keep an encoded image; return its digest, in hexadecimal.
+
+        Raises:
+            DataError: It is no image that `open_image` decodes.
+        """
+        digest = sha256(data).hexdigest()
+        path = self._path(digest)
+        if not path.is_file() or path.stat().st_size != len(data):
+            open_image(data)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, data)
+        return digest
+
+    def get(self, digest: str) -> bytes:
+        """Return the bytes of an image.
+
+        Raises:
+            DataError: There is no such image, or its file has other bytes.
+        """
+        if len(digest) != 64 or not digest.isalnum():
+            raise DataError(f"an image's digest must be a SHA-256 in hexadecimal; found {digest[:80]!r}.")
+        path = self._path(digest)
+        data = read_plain(path, max_bytes=MAX_BYTES)
+        if sha256(data).hexdigest() != digest:
+            raise DataError(f"{path} is not the image that its name says: its bytes have changed. Remove the file.")
+        return data
+
+    def _path(self, digest: str) -> Path:
+        return self.folder / digest[:2] / digest
