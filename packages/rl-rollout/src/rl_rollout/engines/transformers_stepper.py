@@ -300,7 +300,9 @@ class _Batch:
     def _logits(self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, **cache: Any) -> torch.Tensor:
         """Return [N, T, V] logits, only the last ones where the class can leave out the others."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        optional = {"position_ids": positions, "logits_to_keep": 0 if self.is_scoring else 1}
+        optional: dict[str, Any] = {"logits_to_keep": 0 if self.is_scoring else 1}
+        if "past_key_values" in cache or not mask.all():  # some classes do not count whole rows from 0
+            optional["position_ids"] = positions
         taken = inspect.signature(model.forward).parameters
         cache |= {name: value for name, value in optional.items() if name in taken}
         logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, **cache).logits
