@@ -23,6 +23,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import InputProcessingContext
 from vllm.multimodal.registry import MultiModalRegistry
+from vllm.v1.core.sched import output
 
 from rl_core.errors import EngineError
 from rl_core.files import read_json_object
@@ -89,6 +90,7 @@ def serve_our_images() -> None:
         _load_as_vllm = lazy.load_model_cls
         lazy.load_model_cls = _load_model_class
         MultiModalRegistry.create_processor = _create_processor
+        output.strip_covered_mm_data = _all_features
 
 
 def _load_model_class(model: Any) -> Any:
@@ -97,6 +99,11 @@ def _load_model_class(model: Any) -> Any:
 
 
 _load_as_vllm: Any = None
+
+
+def _all_features(features: list[MultiModalFeatureSpec], *_: Any, **__: Any) -> list[MultiModalFeatureSpec]:
+    """Keep the pixel values of images whose tokens are cached. A sample that is preempted later needs them again."""
+    return features
 
 
 def _create_processor(_registry: MultiModalRegistry, model_config: Any, **_: Any) -> Any:
