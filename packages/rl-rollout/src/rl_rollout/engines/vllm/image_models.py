@@ -23,6 +23,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import InputProcessingContext
 from vllm.multimodal.registry import MultiModalRegistry
+from vllm.platforms import current_platform
 from vllm.v1.core.sched import output
 
 from rl_core.errors import EngineError
@@ -131,10 +132,15 @@ class ImageFeatures:
         """Ask the model which inputs it takes.
 
         Raises:
-            EngineError: It takes no images.
+            EngineError: It takes no images, or vLLM computes them wrongly here.
         """
         if not model_config.is_multimodal_model:
             raise EngineError(f"{model_config.model}: vLLM's model takes no images. Leave out image_folder.")
+        if model_config.is_mm_prefix_lm and current_platform.is_cpu():
+            raise EngineError(
+                f"{model_config.model}: each token of an image attends to all tokens of the image, which vLLM does not "
+                "compute on CPUs. Use the transformers engine, or a GPU."
+            )
         self._dtype: torch.dtype = model_config.dtype
         self._processor: Any = MULTIMODAL_REGISTRY.create_processor(model_config)
 
