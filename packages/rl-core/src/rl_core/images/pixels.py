@@ -3,6 +3,7 @@
 The only file that knows transformers' processors. Nothing in a folder runs as code, and nothing is fetched.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from rl_core.data.records import ImageSpan, IntArray
 from rl_core.errors import DataError, MissingExtraError, SettingsError
+from rl_core.files import read_json_object
 from rl_core.images.store import open_image
 
 Pixels = Mapping[str, NDArray[Any]]
@@ -51,7 +53,10 @@ class ImageProcessor:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
             parts = {"image_processor": AutoImageProcessor.from_pretrained(folder, **options), "tokenizer": tokenizer}
             others = {name: None for name in kind.get_attributes() if name not in parts}
-            processor = _without_others(kind)(**parts, **others, chat_template=tokenizer.chat_template)
+            file, taken = folder / "processor_config.json", inspect.signature(kind.__init__).parameters
+            config = read_json_object(file) if file.is_file() else {}
+            own = {name: value for name, value in config.items() if name in taken and name not in (*parts, *others)}
+            processor = _without_others(kind)(**(own | parts | others), chat_template=tokenizer.chat_template)
             return cls(processor)
         except Exception as error:  # a damaged folder raises many types
             raise SettingsError(
