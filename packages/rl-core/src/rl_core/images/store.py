@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 """Formats of encoded images, by Pillow's names; of an animation, the first picture."""
 
-MAX_BYTES = 1 << 26
+MAX_IMAGE_BYTES = 1 << 26
 """Maximum size of an encoded image."""
 
 MAX_PIXELS = 1 << 26
@@ -63,8 +63,8 @@ def _opened(data: bytes) -> "Iterator[Image]":
         from PIL import Image
     except ImportError as error:
         raise MissingExtraError("images need Pillow. Run: pip install pillow") from error
-    if len(data) > MAX_BYTES:
-        raise DataError(f"an image must have at most {MAX_BYTES} bytes; it has {len(data)}. Make it smaller.")
+    if len(data) > MAX_IMAGE_BYTES:
+        raise DataError(f"an image must have at most {MAX_IMAGE_BYTES} bytes; it has {len(data)}. Make it smaller.")
     try:
         with warnings.catch_warnings(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
             warnings.simplefilter("ignore")  # of damaged metadata, which does not matter
@@ -112,7 +112,7 @@ class ImageStore:
         if len(digest) != 64 or not digest.isalnum():
             raise DataError(f"an image's digest must be a SHA-256 in hexadecimal; found {digest[:80]!r}.")
         path = self._path(digest)
-        data = read_plain(path, max_bytes=MAX_BYTES)
+        data = read_plain(path, max_bytes=MAX_IMAGE_BYTES)
         if sha256(data).hexdigest() != digest:
             raise DataError(f"{path} is not the image that its name says: its bytes have changed. Remove the file.")
         return data

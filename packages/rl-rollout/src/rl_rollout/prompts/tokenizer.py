@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 
 from rl_core.data import IntArray, Json, encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.files import count_values, read_plain, run_trial
+from rl_core.files import count_values, read_json_object, read_plain, run_trial
+from rl_core.images import ImageProcessor
 from rl_core.record_fields import converts_arguments
 from rl_rollout.engines.model_folder import VOCABULARY_FILES, check_config, has_tokenizer
 from rl_rollout.engines.response_text import Decode, ResponseText
@@ -124,6 +126,25 @@ class PromptTokenizer:
     def wrapped(self) -> Any:
         """The transformers tokenizer, for libraries that require one."""
         return self._tokenizer
+
+    @cached_property
+    def sees_images(self) -> bool:
+        """True if the model in the tokenizer's folder takes images."""
+        config = Path(self._name) / "config.json"
+        return config.is_file() and "vision_config" in read_json_object(config, error=SettingsError)
+
+    @cached_property
+    def image_processor(self) -> ImageProcessor:
+        """What turns images into tokens of a prompt.
+
+        Raises:
+            SettingsError: The model takes no images, or its folder has no image processor that transformers can load.
+        """
+        if not self.sees_images:
+            raise SettingsError(
+                f"{self._name} is a model of text alone. Use one that takes images, or remove the images."
+            )
+        return ImageProcessor.load(Path(self._name))
 
     @property
     def has_chat_template(self) -> bool:
