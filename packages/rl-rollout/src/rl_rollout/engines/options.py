@@ -1,5 +1,6 @@
 """Options of the engines. Importing this module loads no engine."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.record_fields import NonNegativeInt, PositiveFloat, PositiveInt, settings_record
@@ -38,6 +39,7 @@ class VLLMOptions:
             "q_proj". If vLLM fuses modules, naming one covers all of them.
         num_threads: CPU threads of the engine, over all its processes; none uses torch's number at the start.
         seed: Seed for requests without their own.
+        image_folder: Folder of the `rl_core.images.ImageStore` with the images of requests; none accepts no images.
     """
 
     dtype: DType = "float32"
@@ -57,6 +59,7 @@ class VLLMOptions:
     lora_target_modules: tuple[str, ...] = ()
     num_threads: PositiveInt | None = None
     seed: int = 0
+    image_folder: Path | None = None
 
 
 @settings_record
@@ -71,6 +74,7 @@ class TransformersOptions:
         max_lora_rank: As in `VLLMOptions`; needs peft.
         lora_target_modules: As in `VLLMOptions`; empty allows every linear layer but the head.
         seed: Seed for requests without their own.
+        image_folder: As in `VLLMOptions`.
     """
 
     dtype: DType = "float32"
@@ -80,6 +84,7 @@ class TransformersOptions:
     max_lora_rank: NonNegativeInt = 0
     lora_target_modules: tuple[str, ...] = ()
     seed: int = 0
+    image_folder: Path | None = None
 
 
 _ENGINES: Registry[Any] = Registry(

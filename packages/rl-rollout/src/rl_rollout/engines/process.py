@@ -22,7 +22,7 @@ from rl_core.cluster import (
     open_cluster,
     within,
 )
-from rl_core.data import IntArray
+from rl_core.data import ImageSpan, IntArray
 from rl_core.errors import (
     EngineDiedError,
     EngineError,
@@ -101,10 +101,16 @@ class EngineClient:
                 dropping.add_done_callback(_dropping.discard)
 
     async def score(
-        self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
+        self,
+        sequences: Sequence[IntArray],
+        *,
+        top_k: int = 0,
+        with_experts: bool = False,
+        images: Sequence[tuple[ImageSpan, ...]] = (),
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
-        return await self._server.score(list(sequences), top_k=top_k, with_experts=with_experts)
+        asked = list(sequences)
+        return await self._server.score(asked, top_k=top_k, with_experts=with_experts, images=list(images))
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`. Sends the file's content if the engine cannot read the file."""
@@ -295,9 +301,17 @@ class EngineServer:
         """See `RolloutEngine.generate`."""
         return await _or_end(self._engine.generate(request))
 
-    async def score(self, sequences: Sequence[IntArray], *, top_k: int, with_experts: bool) -> list[TokenScores]:
+    async def score(
+        self,
+        sequences: Sequence[IntArray],
+        *,
+        top_k: int,
+        with_experts: bool,
+        images: Sequence[tuple[ImageSpan, ...]],
+    ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
-        return await _or_end(self._engine.score(sequences, top_k=top_k, with_experts=with_experts))
+        more: dict[str, Any] = {"images": images} if images else {}  # an engine may not know them
+        return await _or_end(self._engine.score(sequences, top_k=top_k, with_experts=with_experts, **more))
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""

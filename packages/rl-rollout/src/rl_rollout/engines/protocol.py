@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Literal, Protocol
 
-from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
+from rl_core.data import ExpertArray, FinishReason, FloatArray, ImageSpan, IntArray
 from rl_core.record_fields import Axes, record, settings_record
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 
@@ -73,6 +73,7 @@ class GenerateRequest:
             `rl_rollout.engines.stream`. It must return at once. An exception fails only this request.
         adapter: Adapter to use. None selects the last published one. "base" selects the weights without an adapter, at
             the version of the last full update, on engines started with adapter support.
+        images: Images among input_ids, in their order. The engine reads them from its store, by digest.
     """
 
     input_ids: Annotated[IntArray, Axes("P")]
@@ -81,6 +82,7 @@ class GenerateRequest:
     request_id: str | None = None
     on_tokens: "Callable[[NewTokens], None] | None" = None
     adapter: Literal["base"] | None = None
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def samplings(self) -> tuple[SamplingParams, ...]:
@@ -107,6 +109,8 @@ class Generation:
             as for the last token. None if the engine or model does not report experts.
         matched_stop: The entry of `SamplingParams.stop` that ended it. If several match at once, the one that begins
             first.
+        pixel_digest: Digest of the pixel values that the engine used for the request's images
+            (`rl_core.images.pixel_digest`, joined in their order); empty without images.
     """
 
     token_ids: Annotated[IntArray, Axes("R")]
@@ -116,6 +120,7 @@ class Generation:
     num_preempted: int = 0
     routed_experts: Annotated[ExpertArray | None, Axes("P + R", "layers", "top_k")] = None
     matched_stop: str | None = None
+    pixel_digest: str = ""
 
 
 @record
@@ -150,6 +155,7 @@ class EngineTraits:
         can_match_text: Whether it supports `SamplingParams.stop`, which needs the model's tokenizer.
         structures: Supported kinds of `Structure`, by field name.
         max_lora_rank: Maximum rank of an adapter; 0 supports none.
+        max_images: Maximum number of images in a sequence; 0 supports none.
     """
 
     name: str
@@ -160,6 +166,7 @@ class EngineTraits:
     can_match_text: bool = False
     structures: tuple[str, ...] = ()
     max_lora_rank: int = 0
+    max_images: int = 0
 
 
 class RolloutEngine(Protocol):
@@ -183,7 +190,12 @@ class RolloutEngine(Protocol):
         """Return num_samples responses, in order. An aborted one has finish_reason "abort" and its tokens so far."""
 
     async def score(
-        self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
+        self,
+        sequences: Sequence[IntArray],
+        *,
+        top_k: int = 0,
+        with_experts: bool = False,
+        images: Sequence[tuple[ImageSpan, ...]] = (),
     ) -> list[TokenScores]:
         """Return the logprobs of each sequence's tokens at temperature 1.
 
@@ -191,9 +203,11 @@ class RolloutEngine(Protocol):
             sequences: Token ids, [T] each.
             top_k: Number of most likely tokens to add at each position.
             with_experts: Add the experts of the same pass, if the model is a mixture and the engine reports them.
+            images: Images of each sequence; empty if none has any.
 
         Raises:
-            EngineError: top_k is negative, above the vocabulary, or above `EngineTraits.max_top_k`.
+            EngineError: top_k is negative, above the vocabulary, or above `EngineTraits.max_top_k`; or an image cannot
+                be used.
         """
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_core.data import IntArray
+from rl_core.data import ImageSpan, IntArray
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, SamplingParams, Structure
 
@@ -35,6 +35,7 @@ def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
     for sampling in set(samplings):
         _check_sampling(sampling, traits)
     _check_token_ids(request.input_ids, traits, what="input_ids")
+    _check_images(request.images, traits)
     if request.adapter is not None:
         _check_adapter(request.adapter, traits)
     longest = max(sampling.max_tokens for sampling in samplings)
@@ -46,12 +47,21 @@ def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
         )
 
 
-def check_scoring(sequences: Sequence[IntArray], top_k: int, traits: EngineTraits) -> None:
+def check_scoring(
+    sequences: Sequence[IntArray], top_k: int, traits: EngineTraits, images: Sequence[tuple[ImageSpan, ...]] = ()
+) -> None:
     """Refuse sequences that cannot be scored, or an invalid number of top tokens.
 
     Raises:
-        EngineError: A sequence is empty, too long, or has token ids outside the vocabulary; or top_k is invalid.
+        EngineError: A sequence is empty, too long, or has token ids outside the vocabulary; top_k is invalid; or there
+            are images that the engine does not accept.
     """
+    if images and len(images) != len(sequences):
+        raise EngineError(
+            f"images must be those of each sequence, or none; found {len(images)} for {len(sequences)} sequences."
+        )
+    for spans in images:
+        _check_images(spans, traits)
     if top_k < 0:
         raise EngineError(
             f"top_k must be at least 0 (0 returns only the logprobs of the tokens themselves); found {top_k}."
@@ -93,6 +103,19 @@ def _check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) ->
             f"{what} must contain token ids from 0 to {traits.vocab_size - 1}; found {low if low < 0 else high}. "
             "Check that the tokenizer belongs to this model."
         )
+
+
+def _check_images(images: Sequence[ImageSpan], traits: EngineTraits) -> None:
+    if not images or len(images) <= traits.max_images:
+        return
+    if not traits.max_images:
+        raise EngineError(
+            f"{traits.name} accepts no images. Start it with image_folder, the folder of an ImageStore, and a model that "
+            "takes images."
+        )
+    raise EngineError(
+        f"a sequence must have at most {traits.max_images} images; found {len(images)}. Drop prompts with more."
+    )
 
 
 def _check_adapter(adapter: str, traits: EngineTraits) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from rl_core.data import FloatArray, IntArray
+from rl_core.data import FloatArray, ImageSpan, IntArray
 from rl_core.errors import EngineError, NotReadyError
 from rl_core.weights import InProcess, TokenScores, WeightReceipt, WeightUpdate, tensor_checksum
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
@@ -98,9 +98,10 @@ class ScriptedEngine:
         *,
         top_k: int = 0,
         with_experts: bool = False,  # noqa: ARG002 - the protocol's argument
+        images: Sequence[tuple[ImageSpan, ...]] = (),
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`. Other tokens share the rest of the mass evenly. It reports no experts."""
-        check_scoring(sequences, top_k, self.traits)
+        check_scoring(sequences, top_k, self.traits, images)
         self._sleep_state.check()
         return [_spread(sequence, self._score(sequence), top_k, self._traits.vocab_size) for sequence in sequences]
 

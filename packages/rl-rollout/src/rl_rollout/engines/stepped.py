@@ -12,14 +12,16 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Literal, TypeVar
 
 import structlog
 
-from rl_core.data import IntArray
+from rl_core.data import ImageSpan, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError, RLError
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
+from rl_rollout.engines.images import EngineImages, PlacedImage
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation, NewTokens, Structure
 from rl_rollout.engines.requests import check_request, check_scoring
 from rl_rollout.engines.response_text import Decode, ResponseText
@@ -50,7 +52,12 @@ class SteppedEngine:
     """A `RolloutEngine` around a `Stepper`."""
 
     def __init__(
-        self, make_stepper: Callable[[], Stepper], *, in_thread: bool, decoder: Callable[[], Decode] | None = None
+        self,
+        make_stepper: Callable[[], Stepper],
+        *,
+        in_thread: bool,
+        decoder: Callable[[], Decode] | None = None,
+        images: Callable[[], EngineImages | None] = lambda: None,
     ) -> None:
         """Wrap a stepper. Nothing is loaded yet.
 
@@ -58,10 +65,13 @@ class SteppedEngine:
             make_stepper: Loads the model, as version 0; called by `start`.
             in_thread: Create and call the stepper in its own thread, so that the event loop stays free.
             decoder: Loads the token decoder; called by the first request with a stop string.
+            images: Opens the images that requests may name; called by `start`.
         """
         self._make_stepper = make_stepper
         self._decoder = decoder
         self._decode: Decode | None = None
+        self._open_images = images
+        self._images: EngineImages | None = None
         self._stepper: Stepper | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="engine") if in_thread else None
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="structures")
@@ -104,6 +114,7 @@ class SteppedEngine:
         stepper = self._able()
         check_request(request, stepper.traits)
         input_ids: list[int] = request.input_ids.tolist()
+        images, pixel_digest = self._placed(request.input_ids, request.images)
         samples = []
         for sampling in request.samplings:
             sample = Sample(
@@ -112,6 +123,8 @@ class SteppedEngine:
                 seed=sampling.seed,
                 request_id=request.request_id,
                 adapter=request.adapter,
+                images=images,
+                pixel_digest=pixel_digest,
             )
             if sampling.structure is not None:
                 await self._prepare(stepper, sampling.structure)
@@ -122,13 +135,24 @@ class SteppedEngine:
         return [sample.generation() for sample in samples]
 
     async def score(
-        self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
+        self,
+        sequences: Sequence[IntArray],
+        *,
+        top_k: int = 0,
+        with_experts: bool = False,
+        images: Sequence[tuple[ImageSpan, ...]] = (),
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
-        check_scoring(sequences, top_k, self._able().traits)
+        check_scoring(sequences, top_k, self._able().traits, images)
         samples = [
-            Sample(input_ids=sequence.tolist(), sampling=None, top_k=top_k, with_experts=with_experts)
-            for sequence in sequences
+            Sample(
+                input_ids=sequence.tolist(),
+                sampling=None,
+                top_k=top_k,
+                with_experts=with_experts,
+                images=self._placed(sequence, spans)[0],
+            )
+            for sequence, spans in zip(sequences, images or repeat(()), strict=bool(images))
         ]
         await self._run(samples)
         scored = [(sample.scores, sample.routed_experts) for sample in samples if sample.scores is not None]
@@ -198,6 +222,7 @@ class SteppedEngine:
                 self._executor.shutdown()
 
     def _make(self) -> None:
+        self._images = self._open_images()
         self._stepper = self._make_stepper()
 
     def _unload(self) -> None:
@@ -222,6 +247,12 @@ class SteppedEngine:
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.clear()
             self._prepared.add(structure)
+
+    def _placed(
+        self, token_ids: IntArray, spans: Sequence[ImageSpan]
+    ) -> tuple[tuple[PlacedImage, ...], str]:
+        """Return a sequence's images and their digest. Computed here, so that requests of a turn stay together."""
+        return self._images.placed(token_ids, spans) if spans and self._images is not None else ((), "")
 
     async def _loaded_decoder(self) -> Decode:
         if self._decode is None and self._decoder is not None:

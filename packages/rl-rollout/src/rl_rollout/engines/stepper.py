@@ -9,6 +9,7 @@ import numpy as np
 from rl_core.data import ExpertArray, FinishReason, FloatArray, IntArray
 from rl_core.errors import EngineError
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
+from rl_rollout.engines.images import PlacedImage
 from rl_rollout.engines.protocol import EngineTraits, Generation, NewTokens, SamplingParams, Structure
 from rl_rollout.engines.response_text import ResponseText
 
@@ -25,6 +26,8 @@ class Sample:
         adapter: See `GenerateRequest.adapter`.
         top_k: Number of top tokens per position, when scored.
         with_experts: Report its experts too, when scored.
+        images: Images among input_ids, in their order.
+        pixel_digest: See `Generation.pixel_digest`.
         token_ids: Tokens sampled so far.
         logprobs: Logprobs of token_ids; empty when greedy.
         policy_versions: Policy versions of token_ids.
@@ -43,6 +46,8 @@ class Sample:
     adapter: Literal["base"] | None = None
     top_k: int = 0
     with_experts: bool = False
+    images: tuple[PlacedImage, ...] = ()
+    pixel_digest: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
@@ -90,6 +95,7 @@ class Sample:
             num_preempted=self.num_preempted,
             routed_experts=self.routed_experts,
             matched_stop=None if self.text is None else self.text.matched_stop,
+            pixel_digest=self.pixel_digest,
         )
 
     def _arrays(self, begin: int) -> tuple[IntArray, FloatArray, IntArray]:

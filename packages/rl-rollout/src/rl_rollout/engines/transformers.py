@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rl_core.errors import MissingExtraError
 from rl_core.record_fields import converts_arguments
+from rl_rollout.engines.images import EngineImages
 from rl_rollout.engines.model_folder import require_model_folder
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.stepped import SteppedEngine
@@ -30,7 +31,12 @@ class TransformersEngine(SteppedEngine):
         """
         self._model_dir = Path(model_dir)
         self._options = options or TransformersOptions()
-        super().__init__(self._load, in_thread=False, decoder=lambda: PromptTokenizer.load(self._model_dir).decoder())
+        super().__init__(
+            self._load,
+            in_thread=False,
+            decoder=lambda: PromptTokenizer.load(self._model_dir).decoder(),
+            images=lambda: EngineImages.open(self._model_dir, self._options.image_folder),
+        )
 
     def _load(self) -> Stepper:
         require_model_folder(self._model_dir)

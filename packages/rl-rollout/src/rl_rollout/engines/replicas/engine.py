@@ -2,15 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import structlog
 
-from rl_core.data import IntArray
+from rl_core.data import ImageSpan, IntArray
 from rl_core.errors import EngineDiedError, EngineError, NotReadyError
 from rl_core.gpus import GpuUse, gpu_use_of
 from rl_core.weights import (
@@ -189,14 +189,19 @@ class ReplicatedEngine:
         return aborted_generations(request) if generations is None else generations
 
     async def score(
-        self, sequences: Sequence[IntArray], *, top_k: int = 0, with_experts: bool = False
+        self,
+        sequences: Sequence[IntArray],
+        *,
+        top_k: int = 0,
+        with_experts: bool = False,
+        images: Sequence[tuple[ImageSpan, ...]] = (),
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`. Spreads the sequences over the replicas by load alone."""
-        check_scoring(sequences, top_k, self.traits)
+        check_scoring(sequences, top_k, self.traits, images)
 
-        async def score_one(sequence: IntArray) -> TokenScores:
+        async def score_one(sequence: IntArray, more: Mapping[str, Any]) -> TokenScores:
             scores = await self._replicas.ask_one(
-                lambda replica: replica.engine.score([sequence], top_k=top_k, with_experts=with_experts),
+                lambda replica: replica.engine.score([sequence], top_k=top_k, with_experts=with_experts, **more),
                 NO_PREFIX,
                 routed=RoutedRequest(num_samples=1),
             )
@@ -204,7 +209,8 @@ class ReplicatedEngine:
                 raise EngineError("the request was aborted before an engine started it.")
             return scores[0]
 
-        return list(await asyncio.gather(*map(score_one, sequences)))
+        of_each = [{"images": [spans]} if spans else {} for spans in images] or [{}] * len(sequences)
+        return list(await asyncio.gather(*map(score_one, sequences, of_each)))
 
     async def publish(
         self,

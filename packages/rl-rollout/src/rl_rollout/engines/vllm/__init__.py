@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rl_core.errors import MissingExtraError
 from rl_core.record_fields import converts_arguments
+from rl_rollout.engines.images import EngineImages
 from rl_rollout.engines.model_folder import require_model_folder
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.stepped import SteppedEngine
@@ -31,7 +32,12 @@ class VLLMEngine(SteppedEngine):
         """
         self._model_dir = Path(model_dir)
         self._options = options or VLLMOptions()
-        super().__init__(self._load, in_thread=True, decoder=lambda: PromptTokenizer.load(self._model_dir).decoder())
+        super().__init__(
+            self._load,
+            in_thread=True,
+            decoder=lambda: PromptTokenizer.load(self._model_dir).decoder(),
+            images=lambda: EngineImages.open(self._model_dir, self._options.image_folder),
+        )
 
     @staticmethod
     @converts_arguments

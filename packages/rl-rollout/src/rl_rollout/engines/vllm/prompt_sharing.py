@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 
-Shared = tuple[str | None, tuple[int, ...]]
-"""What samples must share: the adapter with its version, and the prompt."""
+Shared = tuple[str | None, tuple[int, ...], tuple[str, ...]]
+"""What samples must share: the adapter with its version, the prompt, and its images."""
 
 
 @dataclass
@@ -137,4 +137,5 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
 
 def _shared(request: Request) -> Shared:
     adapter = None if request.lora_request is None else request.lora_request.lora_name
-    return adapter, tuple(request.prompt_token_ids or ())
+    images = tuple(feature.identifier for feature in request.mm_features)
+    return adapter, tuple(request.prompt_token_ids or ()), images

@@ -33,6 +33,7 @@ from rl_core.weights import (
     WeightUpdate,
 )
 from rl_core.weights.broadcast import WeightSources
+from rl_rollout.engines.images import MAX_IMAGES
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, Structure
@@ -41,6 +42,7 @@ from rl_rollout.engines.vllm.adapters import PublishedAdapter
 from rl_rollout.engines.vllm.engine_arguments import engine_arguments
 from rl_rollout.engines.vllm.environment import kept_process_group, unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
+from rl_rollout.engines.vllm.image_models import ImageFeatures, register_architectures, serve_our_images
 from rl_rollout.engines.vllm.live_weights import LiveParts, join_arrived, join_parts
 from rl_rollout.engines.vllm.round_trip import prove_round_trip
 from rl_rollout.engines.vllm.structures import STRUCTURES, StructuredOutputs, constrain, failure_of
@@ -117,6 +119,7 @@ class VLLMStepper:
             self.close()
             raise
         model_config = self._engine.model_config
+        self._images = ImageFeatures(model_config) if options.image_folder is not None else None
         device = current_platform.device_type
         self._traits = EngineTraits(
             name=f"vllm {vllm_version} ({device}, {options.dtype})",
@@ -127,6 +130,7 @@ class VLLMStepper:
             can_match_text=has_tokenizer(model_dir),
             structures=STRUCTURES if has_tokenizer(model_dir) else (),
             max_lora_rank=options.max_lora_rank,
+            max_images=0 if self._images is None else MAX_IMAGES,
         )
         self._structures = StructuredOutputs(model_dir, self._traits.vocab_size, self._end_token_ids)
         self._core.structured_output_manager.backend = self._structures
@@ -218,6 +222,9 @@ class VLLMStepper:
     def reset_prefix_cache(self) -> None:
         """Drop the cached prefixes of earlier prompts. Running requests compute theirs again."""
         self._core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if self._images is not None:
+            self._core.scheduler.reset_encoder_cache()  # the core's own method warns while requests run
+            self._core.model_executor.reset_encoder_cache()
 
     def gpu_use(self) -> list[GpuUse]:
         """Return the use of each rank's GPU since the last call; empty on CPUs."""
@@ -252,6 +259,8 @@ class VLLMStepper:
         num_threads = options.num_threads or torch.get_num_threads()
         environment = worker_environment(self._num_ranks, num_threads=num_threads, is_cpu=self._is_cpu)
         with unchanged_process(num_threads), environment:
+            serve_our_images()
+            register_architectures(model_dir)
             try:
                 return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
             except Exception:
@@ -317,7 +326,7 @@ class VLLMStepper:
         request = EngineCoreRequest(
             request_id=str(self._num_requests),
             prompt_token_ids=sample.input_ids,
-            mm_features=None,
+            mm_features=self._images.of(sample, self._version) if sample.images and self._images else None,
             sampling_params=self._sampling_params(sample),
             pooling_params=None,
             arrival_time=time.time(),

@@ -27,6 +27,7 @@ from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors, tens
 from rl_core.weights.broadcast import ReceivePlan, SourceGroups
 from rl_rollout.engines.vllm.adapter_slot import AdapterSlot, multiply_at_once
 from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
+from rl_rollout.engines.vllm.image_models import serve_our_images
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
 from rl_rollout.engines.vllm.mixtures import before_reload, keep_cpu_experts, loader_names, noted
 from rl_rollout.engines.vllm.prompt_scores import score_in_pieces
@@ -35,6 +36,7 @@ from rl_rollout.engines.weight_checks import Shapes, folder_tensors
 
 if current_platform.is_cpu():
     keep_cpu_experts()  # at import, because a worker imports this module before it loads the model
+serve_our_images()
 
 
 WeightPlace = Mapping[str, torch.Tensor] | Path | ReceivePlan

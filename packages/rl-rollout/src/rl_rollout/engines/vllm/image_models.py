@@ -1,0 +1,162 @@
+"""vLLM's models of images, with our pixel values: its own processors are neither loaded nor asked.
+
+vLLM takes an image as *features*: the model's inputs for it, the place of its tokens, and an identifier under which its
+caches keep what they compute from it. `ImageFeatures` makes them from the pixel values that the learner uses too.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import BatchFeature
+from transformers.utils import is_torchvision_available
+from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
+from vllm import ModelRegistry
+from vllm.model_executor.models import registry
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
+from vllm.multimodal.processing import InputProcessingContext
+from vllm.multimodal.registry import MultiModalRegistry
+
+from rl_core.errors import EngineError
+from rl_core.files import read_json_object
+from rl_rollout.engines.images import PlacedImage
+from rl_rollout.engines.stepper import Sample
+
+TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+"""Modules that transformers' image processors import, which vLLM's models import for other names."""
+
+
+class _NoTorchvision(ModuleType):
+    """Stands for a module of torchvision while a model is imported. Whatever uses it fails."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"vLLM's model uses {self.__name__}.{name}, and torchvision is not installed. Use the transformers engine."
+        )
+
+
+@contextmanager
+def without_torchvision() -> Iterator[None]:
+    """Let vLLM's models of images be imported where torchvision is missing, as beside torch's CPU build.
+
+    They import transformers' image processors for a function and types, and these import torchvision. Nothing in them
+    runs, so that an empty module is enough.
+    """
+    if is_torchvision_available() or find_spec("torchvision") is not None:
+        yield
+        return
+    modules = {name: _NoTorchvision(name) for name in (*TORCHVISION, f"{TORCHVISION[-1]}.functional")}
+    modules[TORCHVISION[-1]].functional = modules[f"{TORCHVISION[-1]}.functional"]
+    verbosity = get_verbosity()
+    set_verbosity_error()  # else it asks to install torchvision
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+        set_verbosity(verbosity)
+
+
+def register_architectures(model_dir: Path) -> None:
+    """Register a folder's model of images with its class.
+
+    vLLM would otherwise import it in a child process to inspect it, which fails without torchvision.
+    """
+    config = read_json_object(model_dir / "config.json", error=EngineError)
+    for name in config.get("architectures") or () if "vision_config" in config else ():
+        model = ModelRegistry.models.get(name)
+        if isinstance(model, registry._LazyRegisteredModel):
+            ModelRegistry.register_model(name, model.load_model_cls())
+
+
+def serve_our_images() -> None:
+    """Replace what vLLM would ask its processors, in this process: import models, and limits of images."""
+    lazy = registry._LazyRegisteredModel
+    if lazy.load_model_cls is not _load_model_class:
+        global _load_as_vllm
+        _load_as_vllm = lazy.load_model_cls
+        lazy.load_model_cls = _load_model_class
+        MultiModalRegistry.create_processor = _create_processor
+
+
+def _load_model_class(model: Any) -> Any:
+    with without_torchvision():
+        return _load_as_vllm(model)
+
+
+_load_as_vllm: Any = None
+
+
+def _create_processor(_registry: MultiModalRegistry, model_config: Any, **_: Any) -> Any:
+    """Return vLLM's processor of a model, without a processor or tokenizer of transformers in it."""
+    factory = MULTIMODAL_REGISTRY._get_model_cls(model_config)._processor_factory
+
+    class Limits(factory.info):  # type: ignore[misc, name-defined]
+        def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+            return {"image": None}
+
+        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+            return dict.fromkeys(mm_counts, seq_len)
+
+    class Processor(factory.processor):  # type: ignore[misc, name-defined]
+        requires_tokenizer = False
+
+    info = Limits(InputProcessingContext(model_config, None))
+    return Processor(info, factory.dummy_inputs(info))
+
+
+class ImageFeatures:
+    """Makes vLLM's features of the images of samples."""
+
+    def __init__(self, model_config: Any) -> None:
+        """Ask the model which inputs it takes.
+
+        Raises:
+            EngineError: It takes no images.
+        """
+        if not model_config.is_multimodal_model:
+            raise EngineError(f"{model_config.model}: vLLM's model takes no images. Leave out image_folder.")
+        self._dtype: torch.dtype = model_config.dtype
+        self._processor: Any = MULTIMODAL_REGISTRY.create_processor(model_config)
+
+    def of(self, sample: Sample, version: int) -> list[MultiModalFeatureSpec]:
+        """Return the features of a sample's images. Caches share those of equal images and versions only.
+
+        Args:
+            sample: The sample.
+            version: Version of the weights that compute it first.
+        """
+        return [self._feature(image, f"{image.span.digest}-{version}") for image in sample.images]
+
+    def _feature(self, image: PlacedImage, identifier: str) -> MultiModalFeatureSpec:
+        is_whole = bool(image.is_embedded.all())
+        mask = None if is_whole else torch.from_numpy(image.is_embedded)
+        return MultiModalFeatureSpec(
+            data=self._inputs(image),
+            modality="image",
+            identifier=identifier,
+            mm_position=PlaceholderRange(offset=image.span.start, length=image.span.length, is_embed=mask),
+            mm_hash=identifier,
+        )
+
+    def _inputs(self, image: PlacedImage) -> MultiModalKwargsItem:
+        found = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in image.pixels.items()}
+        found = {name: one.to(self._dtype) if one.is_floating_point() else one for name, one in found.items()}
+        if "pixel_values" in found:  # of Gemma 3, which vLLM counts itself
+            found.setdefault("num_patches", torch.tensor([len(found["pixel_values"])]))
+        inputs = BatchFeature(found)
+        config = self._processor._get_mm_fields_config(inputs, {})
+        (item,) = MultiModalKwargsItems.from_hf_inputs(inputs, config)["image"]
+        return item
