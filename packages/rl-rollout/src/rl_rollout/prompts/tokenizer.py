@@ -141,9 +141,7 @@ class PromptTokenizer:
             SettingsError: The model takes no images, or its folder has no image processor that transformers can load.
         """
         if not self.sees_images:
-            raise SettingsError(
-                f"{self._name} is a model of text alone. Use one that takes images, or remove the images."
-            )
+            raise SettingsError(f"{self._name} takes no images. Use a model that does, or remove the images.")
         return ImageProcessor.load(Path(self._name))
 
     @property
