@@ -284,7 +284,7 @@ class PlainTurns:
         """See `ChatTurns.reply_ids`. Replies have no images."""
         if any(reply.images for reply in replies):
             raise DataError(
-                'a reply with images needs a chat template; plain turns have none. Set turns.kind = "chat".'
+                'plain turns cannot show the images of a reply, which need a chat template. Set turns.kind = "chat".'
             )
         text = self._prefix + "\n".join(reply.text for reply in replies) + self._suffix
         return np.array(self._tokenizer.encode([text], add_special_tokens=False)[0], dtype=np.int32)
