@@ -104,7 +104,13 @@ class ImageProcessor:
 
     def num_tokens(self, data: bytes) -> int:
         """Return the number of tokens whose embeddings the image replaces."""
-        return int((self._tokens(self._replacement(data)) == self.token_id).sum())
+        return int((self.tokens(data) == self.token_id).sum())
+
+    def tokens(self, data: bytes) -> IntArray:
+        """Return the tokens that stand for the image in a text, from its first placeholder to its last."""
+        ids = self._tokens(self._replacement(data))
+        (places,) = np.nonzero(ids == self.token_id)
+        return ids[places[0] : places[-1] + 1]
 
     def pixels(self, data: bytes) -> Pixels:
         """Return the model's inputs for one image."""
