@@ -86,4 +86,4 @@ def image_numbers(batch: Batch) -> NDArray[np.int64] | None:
 
 
 def _name(key: RowKey) -> str:
-    return f"row {key}"
+    return f"row {tuple(key)}"
