@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rl_core.data.records import ImageSpan, IntArray
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.images.store import open_image
+from rl_core.images.store import blank_image, image_size, open_image
 
 Pixels = Mapping[str, NDArray[Any]]
 """Inputs of a model by name, such as pixel_values and image_grid_thw, whose first axes join those of several images."""
@@ -30,6 +30,7 @@ class ImageProcessor:
     def __init__(self, processor: Any) -> None:
         """Wrap a processor of transformers that has a tokenizer and an image processor."""
         self._processor = processor
+        self._replacements: dict[tuple[int, int], tuple[str, int]] = {}
         self.token_id = int(processor.image_token_id)
 
     @classmethod
@@ -74,7 +75,7 @@ class ImageProcessor:
                 f"a prompt with {len(images)} images must have as many placeholders {placeholder!r} in its text; found "
                 f"{text.count(placeholder)}."
             )
-        replacements = [self._replacement(data) for data in images]
+        replacements = [self._replacement(data)[0] for data in images]
         (found,), _ = self._processor.get_text_with_replacements([text], images_replacements=replacements)
         return str(found)
 
@@ -104,11 +105,11 @@ class ImageProcessor:
 
     def num_tokens(self, data: bytes) -> int:
         """Return the number of tokens whose embeddings the image replaces."""
-        return int((self.tokens(data) == self.token_id).sum())
+        return self._replacement(data)[1]
 
     def tokens(self, data: bytes) -> IntArray:
         """Return the tokens that stand for the image in a text, from its first placeholder to its last."""
-        ids = self._tokens(self._replacement(data))
+        ids = self._tokens(self._replacement(data)[0])
         (places,) = np.nonzero(ids == self.token_id)
         return ids[places[0] : places[-1] + 1]
 
@@ -118,9 +119,14 @@ class ImageProcessor:
         unused = set(self._processor.unused_input_names)
         return {name: np.asarray(value) for name, value in found.items() if name not in unused}
 
-    def _replacement(self, data: bytes) -> str:
-        found = self._processor.image_processor(images=[open_image(data)], return_tensors="np")
-        return str(self._processor.replace_image_token(found, image_idx=0))
+    def _replacement(self, data: bytes) -> tuple[str, int]:
+        """Return the text in an image's place, and its number of placeholders. Both depend only on the image's size."""
+        size = image_size(data)
+        if size not in self._replacements:
+            found = self._processor.image_processor(images=[blank_image(size)], return_tensors="np")
+            text = str(self._processor.replace_image_token(found, image_idx=0))
+            self._replacements[size] = text, int((self._tokens(text) == self.token_id).sum())
+        return self._replacements[size]
 
     def _tokens(self, text: str) -> IntArray:
         return np.asarray(self._processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)

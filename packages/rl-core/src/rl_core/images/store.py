@@ -6,6 +6,8 @@ an image of a group is stored once, and no image is taken for another.
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +38,30 @@ def open_image(data: bytes) -> "Image":
         DataError: It is too large, of another format, or damaged.
         MissingExtraError: Pillow is not installed.
     """
+    with _opened(data) as image:
+        return image.convert("RGB")
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Return an image's width and height, which its first bytes tell.
+
+    Raises:
+        DataError: It is too large, of another format, or its first bytes are damaged.
+        MissingExtraError: Pillow is not installed.
+    """
+    with _opened(data) as image:
+        return int(image.width), int(image.height)
+
+
+def blank_image(size: tuple[int, int]) -> "Image":
+    """Return a black image of a width and height."""
+    from PIL import Image
+
+    return Image.new("RGB", size)
+
+
+@contextmanager
+def _opened(data: bytes) -> "Iterator[Image]":
     try:
         from PIL import Image
     except ImportError as error:
@@ -50,7 +76,7 @@ def open_image(data: bytes) -> "Image":
                     f"an image must have at most {MAX_PIXELS} pixels; it has {image.width} x {image.height}. Make it "
                     "smaller."
                 )
-            return image.convert("RGB")
+            yield image
     except DataError:
         raise
     except Exception as error:  # decoders raise many types
