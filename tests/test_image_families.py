@@ -27,8 +27,9 @@ from rl_distill.objectives.policy import supervised_objective
 OPTIONS = LearnerOptions(
     learning_rate=1e-3, micro_batch_tokens=64, shared_prefix_tokens=4, weight_decay=0.0, num_threads=1
 )
-IN_CI = ("qwen2_5_vl",)
-PADDED: tuple[str, ...] = ()
+IN_CI = ("qwen2_5_vl", "gemma3")
+PADDED = ("gemma3",)
+"""Families whose attention among an image's tokens is not causal."""
 families = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.soak) for name in IMAGE_FAMILIES]
 )
@@ -103,7 +104,10 @@ def class_logprobs(model: Any, rows: Rows, batch: Batch, row: int) -> torch.Tens
     inputs = {name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in (parts or [{}])[0]}
     if parts:
         types = (ids == rows.processor.token_id).long()[None]
-        inputs |= {"token_type_ids" if "gemma" in model.config.model_type else "mm_token_type_ids": types}
+        inputs.pop("num_patches", None)
+        kind = model.config.model_type
+        if kind == "gemma3" or hasattr(model.model, "get_rope_index"):
+            inputs |= {"token_type_ids" if kind == "gemma3" else "mm_token_type_ids": types}
     logits = model(input_ids=ids[None], use_cache=False, **inputs).logits[0, :-1].float()
     return torch.nn.functional.pad(torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0], (1, 0))
 

@@ -80,6 +80,13 @@ def _mask_rule(*_: Any, mask_function: Callable[..., Tensor] = causal_mask_funct
     return None if mask_function is causal_mask_function else MaskRule(mask_function)
 
 
+def _reads_tensors(rule: Callable[..., Any]) -> bool:
+    """Return whether a rule looks at more than positions, such as at the tokens of an image."""
+    values = [cell.cell_contents for cell in rule.__closure__ or ()]
+    values += [one for value in values if isinstance(value, tuple | list) for one in value]
+    return any(torch.is_tensor(one) or (inspect.isfunction(one) and _reads_tensors(one)) for one in values)
+
+
 class _Pack:
     """The pack that a model computes, where its attention layers find it, also when they are recomputed.
 
@@ -128,6 +135,8 @@ def _attention(
     unknown = sorted({name for name, given in others.items() if given is not None} - PLAIN_ARGUMENTS)
     if unknown or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         raise SettingsError(f"attention of {type(module).__name__} has {unknown or 'no causal mask'}, unknown here.")
+    if attention_mask is not None and _reads_tensors(attention_mask.is_visible):
+        raise SettingsError(f"attention of {type(module).__name__} depends on more than positions; rows are padded.")
     layout: PackedLayout = module.rl_pack.layout
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
@@ -365,7 +374,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         inputs: dict[str, Tensor] = {}
         if images is not None and row.spans:
             inputs = {name: x.to(self._device) for name, x in images.inputs(row.spans).items()}
-            inputs |= self._typed(images.token_types(ids)[None])
+            inputs = self._accepted(inputs, images.token_types(ids)[None])
         if self.value_head is not None:
             hidden = self._layers(input_ids=ids[None], use_cache=False, **inputs).last_hidden_state[0, :-1]
             found = self.value_head(hidden).flatten()
@@ -408,10 +417,17 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         found: Callable[..., Any] | None = getattr(self._layers, "get_rope_index", None)
         return found
 
-    def _typed(self, token_types: Tensor) -> dict[str, Tensor]:
-        """Return the types of tokens as the argument of the class that takes them."""
+    def _accepted(self, inputs: Mapping[str, Tensor], token_types: Tensor) -> dict[str, Tensor]:
+        """Return the inputs for images, and the types of tokens, that are arguments of the class.
+
+        Raises:
+            SettingsError: Pixel values are none.
+        """
         names = inspect.signature(type(self._layers).forward).parameters
-        return {name: token_types for name in ("mm_token_type_ids", "token_type_ids") if name in names}
+        if unknown := [name for name, x in inputs.items() if x.is_floating_point() and name not in names]:
+            raise SettingsError(f"{self._policy.architecture} takes no {unknown[0]}, which its processor returns.")
+        both = {**inputs, "mm_token_type_ids": token_types, "token_type_ids": token_types}
+        return {name: tensor for name, tensor in both.items() if name in names}
 
     def _hidden(self, placed: PlacedPack) -> Tensor:
         """Return [T, H] last hidden states."""
@@ -420,7 +436,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             self._pack.layout = layout
             inputs = {"position_ids": placed.position_ids[None], "attention_mask": torch.ones_like(ids)[None]}
             if images is not None:
-                inputs |= images.joined(range(len(images.starts))) | self._typed(images.token_types)
+                inputs |= self._accepted(images.joined(range(len(images.starts))), images.token_types)
                 if images.positions is not None:
                     inputs["position_ids"] = images.positions
             return self._base(ids[None], **inputs)[0]
@@ -447,7 +463,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         chosen = [int(one) for one in np.argsort(starts) if part.start <= starts[one] < part.stop]
         places = index.to_buckets[part]
         types = images.token_types[0, places].view_as(is_real) * is_real
-        inputs = images.joined(chosen) | self._typed(types)
+        inputs = self._accepted(images.joined(chosen), types)
         if images.positions is not None:
             inputs["position_ids"] = images.positions[:, 0, places].view(-1, *is_real.shape)
         return inputs
