@@ -3,6 +3,7 @@
 The only file that knows transformers' processors. Nothing in a folder runs as code, and nothing is fetched.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
@@ -27,11 +28,16 @@ class ImageProcessor:
         token_id: Id of the tokens whose embeddings an image replaces.
     """
 
-    def __init__(self, processor: Any) -> None:
-        """Wrap a processor of transformers that has a tokenizer and an image processor."""
+    def __init__(self, processor: Any, token_id: int) -> None:
+        """Wrap a processor.
+
+        Args:
+            processor: A processor of transformers that has a tokenizer and an image processor.
+            token_id: See the attribute. A processor may name another one, which stands for an image in a text.
+        """
         self._processor = processor
         self._replacements: dict[tuple[int, int], tuple[str, int]] = {}
-        self.token_id = int(processor.image_token_id)
+        self.token_id = token_id
 
     @classmethod
     def load(cls, folder: Path) -> "ImageProcessor":
@@ -48,12 +54,15 @@ class ImageProcessor:
             raise MissingExtraError("images need transformers and Pillow. Install both.") from error
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder, **options))]
+            config: Any = AutoConfig.from_pretrained(folder, **options)
+            kind: Any = PROCESSOR_MAPPING[type(config)]
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
             parts = {"image_processor": AutoImageProcessor.from_pretrained(folder, **options), "tokenizer": tokenizer}
             others = {name: None for name in kind.get_attributes() if name not in parts}
-            processor = _without_others(kind)(**parts, **others, chat_template=tokenizer.chat_template)
-            return cls(processor)
+            own = _own_arguments(kind, folder, options)
+            processor = _without_others(kind)(**parts, **others, **own, chat_template=tokenizer.chat_template)
+            token_id = getattr(config, "image_token_id", None)
+            return cls(processor, int(config.image_token_index if token_id is None else token_id))
         except Exception as error:  # a damaged folder raises many types
             raise SettingsError(
                 f"{folder}: transformers cannot load the processor of its images ({type(error).__name__}: {error})."
@@ -107,6 +116,12 @@ class ImageProcessor:
         """Return the number of tokens whose embeddings the image replaces."""
         return self._replacement(data)[1]
 
+    def tokens(self, data: bytes) -> IntArray:
+        """Return the tokens that stand for the image in a text, from its first placeholder to its last."""
+        ids = self._tokens(self._replacement(data)[0])
+        (places,) = np.nonzero(ids == self.token_id)
+        return ids[places[0] : places[-1] + 1]
+
     def pixels(self, data: bytes) -> Pixels:
         """Return the model's inputs for one image."""
         found = self._processor.image_processor(images=[open_image(data)], return_tensors="np")
@@ -124,6 +139,13 @@ class ImageProcessor:
 
     def _tokens(self, text: str) -> IntArray:
         return np.asarray(self._processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+
+def _own_arguments(kind: Any, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a processor's class that are not its parts, as processor_config.json has them."""
+    names = inspect.signature(kind.__init__).parameters.keys() - {*kind.get_attributes(), "self", "chat_template"}
+    content, _ = kind.get_processor_dict(folder, **options)
+    return {name: value for name, value in content.items() if name in names}
 
 
 @lru_cache

@@ -12,6 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rl_core.errors import DataError, MissingExtraError
 from rl_core.files import read_plain, write_durably
 
@@ -80,6 +83,21 @@ def _opened(data: bytes) -> "Iterator[Image]":
         raise DataError(
             f"an image cannot be decoded ({type(error).__name__}: {error}); expected one of {', '.join(FORMATS)}."
         ) from error
+
+
+def encode_image(pixels: NDArray[np.uint8]) -> bytes:
+    """Encode pixels [height, width, 3] as PNG, without loss.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("images need Pillow. Run: pip install pillow") from error
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, format="PNG")
+    return encoded.getvalue()
 
 
 class ImageStore:
