@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -125,7 +125,8 @@ async def prove(
     scores: Sequence[Sequence[TokenScores]] = ()
     canary_diff, is_routed = 0.0, canary is not None and canary.logprobs is None
     if canary is not None and (is_routed or math.isfinite(min(tolerances.canary, tolerances.mean_canary))):
-        scoring = (receiver.score(canary.sequences, with_experts=is_routed) for receiver in receivers)
+        more: dict[str, Any] = {"images": canary.images} if canary.images else {}  # an engine may not know them
+        scoring = (receiver.score(canary.sequences, with_experts=is_routed, **more) for receiver in receivers)
         scores = await asyncio.gather(*scoring)
         if not is_routed:
             canary_diff = _worst(scores, lambda of_engine: _check_scores(canary, of_engine, tolerances))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from rl_core.data.records import ExpertArray, FloatArray, IntArray
+from rl_core.data.records import ExpertArray, FloatArray, ImageSpan, IntArray
 from rl_core.errors import ShapeError
 from rl_core.record_fields import Axes, record
 from rl_core.weights.digests import ChecksumKind, TensorDigest
@@ -254,10 +254,12 @@ class Canary:
         sequences: Token ids, each [T] int32 with T >= 2.
         logprobs: The learner's logprobs of the tokens, each [T], with 0 at position 0. None for a mixture-of-experts
             model with router replay, for which the learner needs the engine's experts: see `prove_canary`.
+        images: Images of each sequence; empty if none has any.
     """
 
     sequences: Sequence[IntArray]
     logprobs: Sequence[FloatArray] | None
+    images: Sequence[tuple[ImageSpan, ...]] = ()
 
     def __post_init__(self) -> None:
         """Check that there is at least one sequence, and that the two lists are aligned."""
@@ -266,6 +268,11 @@ class Canary:
             raise ShapeError(
                 f"a canary needs at least one sequence, and logprobs for each; found {len(self.sequences)} sequences "
                 f"and {len(rows)} rows of logprobs."
+            )
+        if self.images and len(self.images) != len(self.sequences):
+            raise ShapeError(
+                f"a canary needs the images of each sequence, or none; found {len(self.images)} for "
+                f"{len(self.sequences)} sequences."
             )
         for index, (sequence, logprobs) in enumerate(zip(self.sequences, rows, strict=True)):
             if sequence.ndim != 1 or len(sequence) < 2 or logprobs.shape != sequence.shape:
@@ -321,7 +328,13 @@ class WeightReceiver(Protocol):
         """Replace all weights; running requests must not see a mixture of old and new."""
         ...
 
-    async def score(self, sequences: Sequence[IntArray], *, with_experts: bool = False) -> list[TokenScores]:
+    async def score(
+        self,
+        sequences: Sequence[IntArray],
+        *,
+        with_experts: bool = False,
+        images: Sequence[tuple[ImageSpan, ...]] = (),
+    ) -> list[TokenScores]:
         """Return the logprobs of each sequence's tokens, with their experts for a canary without logprobs."""
         ...
 

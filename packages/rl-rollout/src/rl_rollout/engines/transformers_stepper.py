@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import structlog
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers import __version__ as transformers_version
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,10 +27,12 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from rl_core.errors import EngineError
 from rl_core.weights import PassingChecksums, TokenScores, WeightReceipt, WeightUpdate, folder_views, probe_tensor
 from rl_core.weights.broadcast import SourceGroups, WeightSources
+from rl_rollout.engines.images import MAX_IMAGES
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
 from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure
 from rl_rollout.engines.stepper import Sample
+from rl_rollout.engines.transformers_images import image_inputs, next_positions, with_embeddings
 from rl_rollout.engines.weight_checks import (
     announced_tensors,
     base_tensors,
@@ -68,7 +78,10 @@ class TransformersStepper:
             with _no_progress_bar():
                 config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
                 config._attn_implementation = config._experts_implementation = None  # a folder chooses no kernels
-                model = AutoModelForCausalLM.from_pretrained(
+                has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+                is_text = not has_images or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+                kind: Any = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+                model = kind.from_pretrained(
                     model_dir,
                     config=config,
                     dtype=dtype,
@@ -101,6 +114,7 @@ class TransformersStepper:
             can_sleep=self._device.type == "cuda",
             can_match_text=has_tokenizer(model_dir),
             max_lora_rank=options.max_lora_rank,
+            max_images=MAX_IMAGES if has_images and options.image_folder is not None else 0,
         )
         probes = folder_probes(model_dir, tensor_shapes(model_dir))
         tied: Mapping[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
@@ -278,32 +292,47 @@ class _Batch:
         self.is_scoring = samples[0].sampling is None
         self.adapter = samples[0].adapter
         self._mask = torch.empty(0)
+        self._offsets: torch.Tensor | int = 0
 
     def forward(self, model: torch.nn.Module, served: "_Served") -> torch.Tensor:
         """Return [N, T, V] logits of new tokens: at least the last of each sample; when scoring, all."""
         device = next(model.parameters()).device
-        rows = [sample.input_ids + sample.token_ids for sample in self.samples]
         if self._way != "cached":
             self.served = served
-            groups = [rows] if self._way == "padded" else [[row] for row in rows]
-            parts = [self._logits(model, *_padded(group, device), use_cache=False) for group in groups]
+            groups = [self.samples] if self._way == "padded" else [[sample] for sample in self.samples]
+            parts = [self._logits(model, *_padded(_rows(group), device), group, use_cache=False) for group in groups]
             width = max(part.shape[1] for part in parts)
             return torch.cat([torch.nn.functional.pad(part, (0, 0, width - part.shape[1], 0)) for part in parts])
         if self.cache is None:
-            ids, self._mask = _padded(rows, device)
+            ids, self._mask = _padded(_rows(self.samples), device)
             self.cache, self.served = DynamicCache(config=model.config), served
-        else:
-            ids = torch.tensor([row[-1:] for row in rows], device=device)
-            self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
-        return self._logits(model, ids, self._mask, past_key_values=self.cache)
+            return self._logits(model, ids, self._mask, self.samples, past_key_values=self.cache)
+        ids = torch.tensor([sample.token_ids[-1:] for sample in self.samples], device=device)
+        self._mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
+        return self._logits(model, ids, self._mask, (), past_key_values=self.cache)
 
-    def _logits(self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, **cache: Any) -> torch.Tensor:
-        """Return [N, T, V] logits, only the last ones where the class can leave out the others."""
+    def _logits(
+        self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, whole: Sequence[Sample], **more: Any
+    ) -> torch.Tensor:
+        """Return [N, T, V] logits, only the last ones where the class can leave out the others.
+
+        Args:
+            model: The model.
+            ids: [N, T] tokens.
+            mask: [N, S] of these tokens, and of those in the cache before them.
+            whole: The samples, if ids are all of their tokens; none if they are only new ones.
+            more: More arguments of the model.
+        """
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        optional = {"position_ids": positions, "logits_to_keep": 0 if self.is_scoring else 1}
+        optional = {"position_ids": positions if whole else positions + self._offsets}
+        optional["logits_to_keep"] = 0 if self.is_scoring else 1
         taken = inspect.signature(model.forward).parameters
-        cache |= {name: value for name, value in optional.items() if name in taken}
-        logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, **cache).logits
+        more |= {name: value for name, value in optional.items() if name in taken}
+        of_images = image_inputs(model, whole, ids, mask) if any(sample.images for sample in whole) else {}
+        if whole:
+            self._offsets = next_positions(of_images, mask)
+        with with_embeddings(model, ids, of_images.get("input_ids")):
+            logits: torch.Tensor = model(**({"input_ids": ids, "attention_mask": mask} | more | of_images)).logits
         return logits
 
     def keep(self, indices: list[int]) -> None:
@@ -317,6 +346,7 @@ class _Batch:
             kept = torch.tensor(indices, device=self._mask.device)
             self.cache.batch_select_indices(kept)
             self._mask = self._mask[kept]
+            self._offsets = self._offsets[kept] if isinstance(self._offsets, torch.Tensor) else self._offsets
         else:  # a layer's state cannot be taken apart, and is computed again
             self.cache = None
 
@@ -343,6 +373,10 @@ _Way = Literal["cached", "padded", "alone"]
 
 ROUNDING_FLOAT32, ROUNDING_BFLOAT16 = 1e-4, 0.05
 """Maximum mean difference of logprobs, in nats, by rounding alone; in tests, it is at most 3e-6 and 0.03."""
+
+
+def _rows(samples: Sequence[Sample]) -> list[list[int]]:
+    return [sample.input_ids + sample.token_ids for sample in samples]
 
 
 def _padded(rows: Sequence[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

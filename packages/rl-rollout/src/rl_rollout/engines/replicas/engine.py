@@ -244,7 +244,7 @@ class ReplicatedEngine:
         report = joined_report(await self._publish(published))
         if report.canary_scores:
             logprobs = [scores.token_logprobs for scores in report.canary_scores[0]]
-            published.canary = Canary(sequences=canary.sequences, logprobs=logprobs)
+            published.canary = replace(canary, logprobs=logprobs)
         return report
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:

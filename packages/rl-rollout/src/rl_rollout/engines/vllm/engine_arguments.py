@@ -49,7 +49,8 @@ def engine_arguments(model_dir: Path, options: VLLMOptions, shapes: Shapes) -> E
         worker_extension_cls="rl_rollout.engines.vllm.worker.WorkerExtension",
         kv_transfer_config=_prompt_sharing() if is_cpu and options.enable_prefix_caching else None,
         trust_remote_code=False,
-        mm_processor_cache_gb=0,  # we keep pixel values ourselves
+        mm_device_do_normalize=False,  # our pixel values are normalized
+        mm_processor_cache_gb=0,  # we keep them ourselves
         skip_mm_profiling=True,  # vLLM's processor would make its images
         **_lora_arguments(options, shapes),
     )

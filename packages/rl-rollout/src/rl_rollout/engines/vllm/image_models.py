@@ -23,6 +23,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import InputProcessingContext
 from vllm.multimodal.registry import MultiModalRegistry
+from vllm.platforms import current_platform
+from vllm.v1.core.sched import output
 
 from rl_core.errors import EngineError
 from rl_core.files import read_json_object
@@ -89,6 +91,7 @@ def serve_our_images() -> None:
         _load_as_vllm = lazy.load_model_cls
         lazy.load_model_cls = _load_model_class
         MultiModalRegistry.create_processor = _create_processor
+        output.strip_covered_mm_data = _all_features
 
 
 def _load_model_class(model: Any) -> Any:
@@ -97,6 +100,11 @@ def _load_model_class(model: Any) -> Any:
 
 
 _load_as_vllm: Any = None
+
+
+def _all_features(features: list[MultiModalFeatureSpec], *_: Any, **__: Any) -> list[MultiModalFeatureSpec]:
+    """Keep the pixel values of images whose tokens are cached. A sample that is preempted later needs them again."""
+    return features
 
 
 def _create_processor(_registry: MultiModalRegistry, model_config: Any, **_: Any) -> Any:
@@ -124,10 +132,15 @@ class ImageFeatures:
         """Ask the model which inputs it takes.
 
         Raises:
-            EngineError: It takes no images.
+            EngineError: It takes no images, or vLLM computes them wrongly here.
         """
         if not model_config.is_multimodal_model:
             raise EngineError(f"{model_config.model}: vLLM's model takes no images. Leave out image_folder.")
+        if model_config.is_mm_prefix_lm and current_platform.is_cpu():
+            raise EngineError(
+                f"{model_config.model}: each token of an image attends to all tokens of the image, which vLLM does not "
+                "compute on CPUs. Use the transformers engine, or a GPU."
+            )
         self._dtype: torch.dtype = model_config.dtype
         self._processor: Any = MULTIMODAL_REGISTRY.create_processor(model_config)
 
