@@ -1,6 +1,7 @@
 """Fixtures of the engines' tests: tiny models, and one vLLM engine per module."""
 
 import asyncio
+import json
 import multiprocessing
 import random
 from collections.abc import Iterator
@@ -57,6 +58,52 @@ def untied_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from rl_rollout.testing import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("untied"), is_tied=False)
+
+
+VISION_TEMPLATE = """{% if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}\
+<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\
+{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""".replace("\\\n", "")
+VISION_TOKENS = (
+    "<pad>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+
+@pytest.fixture(scope="session")
+def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2.5-VL without weights: configuration, tokenizer of bytes, chat template and image processor."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("vision")
+    texts = [*VISION_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in VISION_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    names |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    pixels = {"min_pixels": 56 * 56, "max_pixels": 112 * 112, "patch_size": 14, "merge_size": 2}
+    pixels |= {"temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    files = {
+        "tokenizer_config.json": {**special, **names, "extra_special_tokens": names},
+        "config.json": {"model_type": "qwen2_5_vl", "image_token_id": 5, "text_config": {}, "vision_config": {}},
+        "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor", **pixels},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "chat_template.jinja").write_text(VISION_TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skip_groups import assert_same_groups, make_groups
 
-from rl_core.data.records import NO_VERSION, Prompt, Timings, Trajectory
+from rl_core.data.records import NO_VERSION, ImageSpan, Prompt, Timings, Trajectory
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
@@ -25,6 +25,12 @@ SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
 JSON = st.recursive(SCALARS, lambda below: st.lists(below, max_size=3) | st.dictionaries(TEXT, below, max_size=3))
 OBJECTS = st.dictionaries(TEXT, JSON, max_size=3)
 LOGPROBS = st.floats(width=32) | st.sampled_from([-0.0, -math.inf, math.nan])
+
+
+IMAGES = st.lists(
+    st.builds(ImageSpan, digest=st.sampled_from(["a" * 64, "b" * 64]), start=st.integers(0, 9), length=st.just(4)),
+    max_size=2,
+).map(tuple)
 
 
 def experts_of(length):
@@ -55,6 +61,7 @@ def rows(draw, place, *, reward):
         ),
         extras=draw(OBJECTS),
         routed_experts=draw(st.none() | st.just(experts_of(length))),
+        images=draw(IMAGES),
     )
 
 
@@ -73,6 +80,7 @@ def group_results(draw):
         uid=draw(TEXT),
         input_ids=np.array(draw(st.lists(INT32, max_size=4)), dtype=np.int32),
         messages=tuple(draw(st.lists(OBJECTS, max_size=2))),
+        images=draw(IMAGES),
         data_source=draw(TEXT),
         ground_truth=draw(JSON),
         columns=draw(OBJECTS),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rl_core.data import Batch, Ragged, column_spec, offsets_of, token_positions
+from rl_core.data import Batch, ImageSpan, Ragged, column_spec, offsets_of, token_positions
 from rl_core.errors import ShapeError
 from rl_distill.learner import MicroBatch
 from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest, batch_forest, computed_units
@@ -28,12 +28,14 @@ class Pack:
         rows: [S] int64 row indices in the batch, in packing order.
         offsets: [S + 1] int64, the micro-batch's offsets on the CPU.
         forest: Prefixes that the rows share.
+        images: Images among each row's tokens.
     """
 
     micro_batch: MicroBatch
     rows: Rows
     offsets: NDArray[np.int64]
     forest: PrefixForest
+    images: tuple[tuple[ImageSpan, ...], ...] = ()
 
 
 def plan_micro_batches(lengths: NDArray[np.int64], *, max_tokens: int) -> list[Rows]:
@@ -197,8 +199,8 @@ def pack_rows(batch: Batch, rows: Rows, *, device: torch.device, min_shared: int
         offsets=_tensor(offsets, device),
         columns=columns,
     )
-    needed = batch.only({"input_ids"} | ({ROUTED_EXPERTS} & batch.names))
-    return Pack(micro_batch, rows, offsets, batch_forest(needed.select(rows), min_shared=min_shared))
+    needed = batch.only({"input_ids"} | ({ROUTED_EXPERTS} & batch.names)).select(rows)
+    return Pack(micro_batch, rows, offsets, batch_forest(needed, min_shared=min_shared), needed.images)
 
 
 def _dtype(column: str) -> type[np.generic]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data import Batch, Ragged, offsets_of, token_positions
+from rl_distill.row_images import image_numbers
 
 Int64s = NDArray[np.int64]
 
@@ -112,7 +113,7 @@ def _stops(parent: Sequence[int]) -> Int64s:
 def batch_forest(batch: Batch, *, min_shared: int) -> PrefixForest:
     """Build the forest of a batch; rows of different prompts share nothing.
 
-    Rows share a token only if the engine chose the same experts for it.
+    Rows share a token only if it belongs to the same image, and the engine chose the same experts for it.
 
     Args:
         batch: Needs `input_ids`; rows of a prompt need not be adjacent.
@@ -141,12 +142,14 @@ def batch_forest(batch: Batch, *, min_shared: int) -> PrefixForest:
 
 
 def _told_apart(batch: Batch) -> Ragged:
-    """Return numbers that are equal if and only if both the token and its chosen experts are equal."""
-    ids = batch.ragged("input_ids")
-    if ROUTED_EXPERTS not in batch:
+    """Return numbers that are equal if and only if the token, its image and its chosen experts are equal."""
+    ids, images = batch.ragged("input_ids"), image_numbers(batch)
+    columns = [] if images is None else [images[:, None]]
+    if ROUTED_EXPERTS in batch:
+        columns.append(batch.ragged(ROUTED_EXPERTS).values.reshape(len(ids.values), -1))
+    if not columns:
         return ids
-    experts = batch.ragged(ROUTED_EXPERTS).values.reshape(len(ids.values), -1)
-    rows = np.concatenate([ids.values[:, None], experts], axis=1)
+    rows = np.concatenate([ids.values[:, None], *columns], axis=1)
     return Ragged(np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1), ids.offsets)
 
 

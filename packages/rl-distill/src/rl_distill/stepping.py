@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +22,17 @@ from rl_distill.architecture.policy_config import (
 from rl_distill.checkpoints.checkpoint import PolicySource
 from rl_distill.options import LearnerOptions
 from rl_distill.prefixes import ROUTED_EXPERTS
+from rl_distill.row_images import check_images
 
 ResourceT = TypeVar("ResourceT")
 
 
 def open_policy(
-    policy: Path | str | Mapping[str, Any], *, is_critic: bool = False, backend: ModelBackend = "auto"
+    policy: Path | str | Mapping[str, Any],
+    *,
+    is_critic: bool = False,
+    backend: ModelBackend = "auto",
+    trains_vision: bool = False,
 ) -> PolicySource:
     """Read a policy's configuration from a Hugging Face folder, or from config.json content for random weights.
 
@@ -34,10 +40,12 @@ def open_policy(
         policy: The folder, or the content of config.json.
         is_critic: Also accept a classifier with the same layers, such as a saved critic or a reward model.
         backend: What computes the model; see `parse_policy_config`.
+        trains_vision: See `LearnerOptions`.
 
     Raises:
         DataError: There is no valid config.json.
-        SettingsError: The architecture is not supported, or the weights are quantized.
+        SettingsError: The architecture is not supported, the weights are quantized, or there is no vision tower to
+            train.
     """
     if isinstance(policy, str):
         policy = Path(policy)
@@ -48,6 +56,11 @@ def open_policy(
         names = [str(name) for name in config_json.get("architectures") or []]
         config_json["architectures"] = [re.sub("For(Token|Sequence)Classification$", "ForCausalLM", n) for n in names]
     config = parse_policy_config(config_json, backend=backend)
+    if trains_vision and config.image_token_id is None:
+        raise SettingsError(
+            f"trains_vision = true needs a policy with a vision tower; {config.architecture} has none. Omit it."
+        )
+    config = replace(config, trains_vision=trains_vision)
     return PolicySource(config_json=config_json, config=config, policy_dir=policy_dir)
 
 
@@ -131,6 +144,7 @@ def check_tokens(batch: Batch, config: PolicyConfig) -> None:
             f"rows must have at most {config.max_position_embeddings} tokens, the positions of the policy that do not "
             f"depend on other rows; row {int(ids.lengths.argmax())} has {longest}. Shorten prompts or responses."
         )
+    check_images(batch, config.image_token_id)
     is_outside = (ids.values < 0) | (ids.values >= config.vocab_size)
     if is_outside.any():
         place = int(np.flatnonzero(is_outside)[0])

@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from rl_core.data import NO_VERSION, BoolArray, ExpertArray, FloatArray, IntArray, Trajectory
-from rl_core.errors import DataError
+from rl_core.data import NO_VERSION, BoolArray, ExpertArray, FloatArray, ImageSpan, IntArray, Trajectory
+from rl_core.errors import DataError, EngineError
 from rl_core.record_fields import UnitFloat, settings_record
 from rl_core.weights import BFLOAT16_TOLERANCES
+from rl_rollout.engines.images import EngineImages, PlacedImage
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -45,6 +46,8 @@ class SampledSpan:
         logprobs: [R] float32.
         policy_versions: [R] int32.
         routed_experts: [P + R, layers, top_k] int16; None if the engine did not report experts.
+        images: Images in the context, as the request named them.
+        pixel_digest: Digest of the pixel values that the engine used for them; empty without images.
     """
 
     input_ids: IntArray
@@ -52,9 +55,11 @@ class SampledSpan:
     logprobs: FloatArray
     policy_versions: IntArray
     routed_experts: ExpertArray | None = None
+    images: tuple[ImageSpan, ...] = ()
+    pixel_digest: str = ""
 
     @classmethod
-    def of(cls, input_ids: IntArray, generation: Generation) -> "SampledSpan":
+    def of(cls, input_ids: IntArray, generation: Generation, *, images: tuple[ImageSpan, ...] = ()) -> "SampledSpan":
         """Copy the generation's arrays, so that later changes to the generation do not reach the span."""
         return cls(
             input_ids=input_ids,
@@ -62,6 +67,8 @@ class SampledSpan:
             logprobs=np.array(generation.logprobs),
             policy_versions=np.array(generation.policy_versions),
             routed_experts=None if generation.routed_experts is None else np.array(generation.routed_experts),
+            images=images,
+            pixel_digest=generation.pixel_digest,
         )
 
 
@@ -92,7 +99,9 @@ class RecordingEngine:
         """See `RolloutEngine.generate`."""
         index, size = self._context_of(request.input_ids), len(request.input_ids)
         generations = await self._engine.generate(request)
-        self._sampled += [(index, size, SampledSpan.of(NO_TOKENS, generation)) for generation in generations]
+        self._sampled += [
+            (index, size, SampledSpan.of(NO_TOKENS, generation, images=request.images)) for generation in generations
+        ]
         return generations
 
     def _context_of(self, input_ids: IntArray) -> int:
@@ -112,9 +121,13 @@ class RecordingEngine:
 
 
 def audit_session(
-    trajectories: Sequence[Trajectory], spans: Sequence[SampledSpan], *, group: Sequence[Trajectory] = ()
+    trajectories: Sequence[Trajectory],
+    spans: Sequence[SampledSpan],
+    *,
+    group: Sequence[Trajectory] = (),
+    images: EngineImages | None = None,
 ) -> None:
-    """Prove every trajectory of a session with its experts, and that the session trains no token twice.
+    """Prove every trajectory of a session with its experts and images, and that the session trains no token twice.
 
     If a session has several trajectories, each sampled token trains in one of them and is masked in the others. Two
     trajectories may train equal tokens after equal contexts only if the engine sampled them that often. Sessions may
@@ -124,6 +137,7 @@ def audit_session(
         trajectories: All trajectories of one session.
         spans: The engine's outputs for the prompt's sessions, in any order.
         group: All trajectories of the prompt's sessions, including these. They may use the same spans.
+        images: The learner's side of the images; see `audit_images`. None does not audit them.
 
     Raises:
         DataError: A token breaks a rule. The message names its trajectory and position.
@@ -131,6 +145,8 @@ def audit_session(
     for trajectory in trajectories:
         audit_trajectory(trajectory, spans)
         audit_experts(trajectory, spans)
+        if images is not None:
+            audit_images(trajectory, spans, images)
     for index, trajectory in enumerate(trajectories[1:], start=1):
         _check_once(trajectory, earlier=trajectories[:index], spans=spans, group=group or trajectories)
 
@@ -213,6 +229,85 @@ def audit_experts(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> None:
             f"{expected[position, layer].tolist()} (-1: not reported). Keep each row of Generation.routed_experts at "
             "its token; for a token computed several times, keep the first row."
         )
+
+
+def audit_images(trajectory: Trajectory, spans: Sequence[SampledSpan], images: EngineImages) -> None:
+    """Prove that the engine saw a trajectory's images, with the pixel values that the learner computes.
+
+    Each image lies among the tokens, has as many placeholders as its size needs, and is in the run's store. No other
+    token that the policy did not sample is a placeholder. Each trained token was sampled by a request with exactly the
+    trajectory's images up to there, and the engine's digest of its pixel values is that of this process.
+
+    Args:
+        trajectory: A trajectory that a loop returned, with proven tokens.
+        spans: The engine's outputs for the prompt's sessions, in any order.
+        images: The run's images, as the learner's processor reads them.
+
+    Raises:
+        DataError: An image breaks a rule. The message names the trajectory and the image.
+    """
+    placed = _placed(trajectory, trajectory.images, images)
+    is_open = trajectory.input_ids == images.token_id
+    for image in placed:
+        is_open[image.span.start : image.span.start + image.span.length] = False
+    for span in spans if is_open.any() else ():
+        is_open[len(span.input_ids) : _agreement(trajectory, span)] = False
+    for position in np.flatnonzero(is_open)[:1]:
+        raise DataError(
+            f"{_name(trajectory)}: token {position} is a placeholder of an image, but no image of the trajectory lies "
+            "there: an image is missing. Keep the images of each part of a session with its tokens."
+        )
+    if not trajectory.images and not any(span.images for span in spans):
+        return
+    unproven, faults = trajectory.loss_mask.copy(), []
+    for span in _own_first(trajectory, spans):
+        rest = unproven.copy()
+        if not _prove(trajectory, span, rest) or np.array_equal(rest, unproven):
+            continue
+        fault = _image_fault(trajectory, span, images)
+        if fault is None:
+            unproven = rest
+        else:
+            faults.append(fault)
+    if unproven.any() and faults:
+        raise DataError(f"{_name(trajectory)}: {faults[0]}")
+
+
+def _image_fault(trajectory: Trajectory, span: SampledSpan, images: EngineImages) -> str | None:
+    """Describe how the images of a request differ from the trajectory's; None if they do not."""
+    expected = tuple(one for one in trajectory.images if one.start < len(span.input_ids))
+    mine, sent = [one.digest for one in expected], [one.digest for one in span.images]
+    where = f"the request with {len(span.input_ids)} input tokens"
+    for index, image in enumerate(expected):
+        if sorted(mine) == sorted(sent) and mine[index] != sent[index]:
+            return f"image {index} ({image.digest[:12]}) is swapped: {where} had {sent[index][:12]} in its place."
+        if len(sent) < len(mine) and (index >= len(sent) or mine[index] != sent[index]):
+            return f"image {index} ({image.digest[:12]}) at token {image.start} is missing in {where}."
+        if index < len(sent) and mine[index] != sent[index]:
+            return f"image {index} is {image.digest[:12]}, but {where} had {sent[index][:12]} in its place."
+        if index < len(sent) and image != (other := span.images[index]):
+            return (
+                f"image {index} has {image.length} tokens from {image.start} on, but {where} had {other.length} from "
+                f"{other.start} on."
+            )
+    if len(sent) > len(mine):
+        return f"{where} had image {len(mine)} ({sent[len(mine)][:12]}), which is missing in the trajectory."
+    _, digest = images.placed(span.input_ids, expected)
+    if span.pixel_digest != digest:
+        return (
+            f"the engine computed {where} with other pixel values (digest {span.pixel_digest[:12] or 'none'}) than the "
+            f"learner has for its {len(mine)} images ({digest[:12]})."
+        )
+    return None
+
+
+def _placed(trajectory: Trajectory, spans: tuple[ImageSpan, ...], images: EngineImages) -> tuple[PlacedImage, ...]:
+    """Check that images lie among a trajectory's tokens and are in the store, and return them."""
+    try:
+        placed, _ = images.placed(trajectory.input_ids, spans)
+    except EngineError as error:
+        raise DataError(f"{_name(trajectory)}: {error}") from error
+    return placed
 
 
 def _own_first(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> Sequence[SampledSpan]:

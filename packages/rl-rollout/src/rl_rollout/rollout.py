@@ -12,6 +12,7 @@ from rl_core.data import IntArray, Json, Prompt, Trajectory
 from rl_core.errors import DataError, RolloutError, SettingsError
 from rl_core.record_fields import PositiveInt, record, settings_record
 from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
+from rl_rollout.engines.images import EngineImages
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops.outcomes import check_sessions
 from rl_rollout.loops.protocol import (
@@ -126,6 +127,8 @@ class Rollout:
         self._decode = decode
         self._tokenizer = tokenizer
         self._options = options or RolloutOptions()
+        images = None if tokenizer is None else tokenizer.images
+        self._images = None if images is None else EngineImages(images.processor, images.store)
         self._score_audit = ScoreAudit(engine, served, tolerance=self._options.audit.rescored_tolerance)
         limit = self._options.max_concurrent_groups
         self._slots = None if limit is None else asyncio.Semaphore(limit)
@@ -285,7 +288,8 @@ class Rollout:
         for index in self._chosen(result, "audit", self._options.audit.share):
             num_audited += 1
             try:
-                audit_session(result.sessions[index].trajectories, spans, group=trajectories)
+                sessions = result.sessions[index].trajectories
+                audit_session(sessions, spans, group=trajectories, images=self._images)
             except DataError as error:
                 refused[index] = error
         return replace(_without(result, refused), num_audited=num_audited)

@@ -84,8 +84,14 @@ class ScoreAudit:
         if len(versions) != 1 or not self._serves(versions):
             return skipped
         sequences = [row.input_ids[: np.flatnonzero(row.loss_mask).max(initial=0) + 1] for row in trajectories]
+        images = [
+            tuple(one for one in row.images if one.start < len(sequence))
+            for row, sequence in zip(trajectories, sequences, strict=True)
+        ]
         try:
-            scores = await self._engine.score(sequences)
+            scores = await (
+                self._engine.score(sequences, images=images) if any(images) else self._engine.score(sequences)
+            )
         except (RLError, NotImplementedError, AttributeError) as error:
             self._say(f"the engine cannot score: {error}")
             return skipped

@@ -1,6 +1,6 @@
 """Images of rows: kept once by content, and turned into the tokens and pixel values of a model."""
 
 from rl_core.images.pixels import ImageProcessor, pixel_digest
-from rl_core.images.store import ImageStore, open_image
+from rl_core.images.store import MAX_IMAGE_BYTES, ImageStore, encode_image, open_image
 
-__all__ = ["ImageProcessor", "ImageStore", "open_image", "pixel_digest"]
+__all__ = ["MAX_IMAGE_BYTES", "ImageProcessor", "ImageStore", "encode_image", "open_image", "pixel_digest"]

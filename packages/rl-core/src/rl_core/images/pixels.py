@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from rl_core.data.records import ImageSpan, IntArray
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.files import read_json_object
-from rl_core.images.store import open_image
+from rl_core.images.store import blank_image, image_size, open_image
 
 Pixels = Mapping[str, NDArray[Any]]
 """Inputs of a model by name, such as pixel_values and image_grid_thw, whose first axes join those of several images."""
@@ -29,10 +28,16 @@ class ImageProcessor:
         token_id: Id of the tokens whose embeddings an image replaces.
     """
 
-    def __init__(self, processor: Any) -> None:
-        """Wrap a processor of transformers that has a tokenizer and an image processor."""
+    def __init__(self, processor: Any, token_id: int) -> None:
+        """Wrap a processor.
+
+        Args:
+            processor: A processor of transformers that has a tokenizer and an image processor.
+            token_id: See the attribute. A processor may name another one, which stands for an image in a text.
+        """
         self._processor = processor
-        self.token_id = int(processor.image_token_id)
+        self._replacements: dict[tuple[int, int], tuple[str, int]] = {}
+        self.token_id = token_id
 
     @classmethod
     def load(cls, folder: Path) -> "ImageProcessor":
@@ -49,15 +54,15 @@ class ImageProcessor:
             raise MissingExtraError("images need transformers and Pillow. Install both.") from error
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
-            kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder, **options))]
+            config: Any = AutoConfig.from_pretrained(folder, **options)
+            kind: Any = PROCESSOR_MAPPING[type(config)]
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
             parts = {"image_processor": AutoImageProcessor.from_pretrained(folder, **options), "tokenizer": tokenizer}
             others = {name: None for name in kind.get_attributes() if name not in parts}
-            file, taken = folder / "processor_config.json", inspect.signature(kind.__init__).parameters
-            config = read_json_object(file) if file.is_file() else {}
-            own = {name: value for name, value in config.items() if name in taken and name not in (*parts, *others)}
-            processor = _without_others(kind)(**(own | parts | others), chat_template=tokenizer.chat_template)
-            return cls(processor)
+            own = _own_arguments(kind, folder, options)
+            processor = _without_others(kind)(**parts, **others, **own, chat_template=tokenizer.chat_template)
+            token_id = getattr(config, "image_token_id", None)
+            return cls(processor, int(config.image_token_index if token_id is None else token_id))
         except Exception as error:  # a damaged folder raises many types
             raise SettingsError(
                 f"{folder}: transformers cannot load the processor of its images ({type(error).__name__}: {error})."
@@ -79,7 +84,7 @@ class ImageProcessor:
                 f"a prompt with {len(images)} images must have as many placeholders {placeholder!r} in its text; found "
                 f"{text.count(placeholder)}."
             )
-        replacements = [self._replacement(data) for data in images]
+        replacements = [self._replacement(data)[0] for data in images]
         (found,), _ = self._processor.get_text_with_replacements([text], images_replacements=replacements)
         return str(found)
 
@@ -109,7 +114,13 @@ class ImageProcessor:
 
     def num_tokens(self, data: bytes) -> int:
         """Return the number of tokens whose embeddings the image replaces."""
-        return int((self._tokens(self._replacement(data)) == self.token_id).sum())
+        return self._replacement(data)[1]
+
+    def tokens(self, data: bytes) -> IntArray:
+        """Return the tokens that stand for the image in a text, from its first placeholder to its last."""
+        ids = self._tokens(self._replacement(data)[0])
+        (places,) = np.nonzero(ids == self.token_id)
+        return ids[places[0] : places[-1] + 1]
 
     def pixels(self, data: bytes) -> Pixels:
         """Return the model's inputs for one image."""
@@ -117,12 +128,24 @@ class ImageProcessor:
         unused = set(self._processor.unused_input_names)
         return {name: np.asarray(value) for name, value in found.items() if name not in unused}
 
-    def _replacement(self, data: bytes) -> str:
-        found = self._processor.image_processor(images=[open_image(data)], return_tensors="np")
-        return str(self._processor.replace_image_token(found, image_idx=0))
+    def _replacement(self, data: bytes) -> tuple[str, int]:
+        """Return the text in an image's place, and its number of placeholders. Both depend only on the image's size."""
+        size = image_size(data)
+        if size not in self._replacements:
+            found = self._processor.image_processor(images=[blank_image(size)], return_tensors="np")
+            text = str(self._processor.replace_image_token(found, image_idx=0))
+            self._replacements[size] = text, int((self._tokens(text) == self.token_id).sum())
+        return self._replacements[size]
 
     def _tokens(self, text: str) -> IntArray:
         return np.asarray(self._processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+
+def _own_arguments(kind: Any, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a processor's class that are not its parts, as processor_config.json has them."""
+    names = inspect.signature(kind.__init__).parameters.keys() - {*kind.get_attributes(), "self", "chat_template"}
+    content, _ = kind.get_processor_dict(folder, **options)
+    return {name: value for name, value in content.items() if name in names}
 
 
 @lru_cache

@@ -6,9 +6,14 @@ an image of a group is stored once, and no image is taken for another.
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rl_core.errors import DataError, MissingExtraError
 from rl_core.files import read_plain, write_durably
@@ -19,7 +24,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 """Formats of encoded images, by Pillow's names; of an animation, the first picture."""
 
-MAX_BYTES = 1 << 26
+MAX_IMAGE_BYTES = 1 << 26
 """Maximum size of an encoded image."""
 
 MAX_PIXELS = 1 << 26
@@ -33,12 +38,36 @@ def open_image(data: bytes) -> "Image":
         DataError: It is too large, of another format, or damaged.
         MissingExtraError: Pillow is not installed.
     """
+    with _opened(data) as image:
+        return image.convert("RGB")
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Return an image's width and height, which its first bytes tell.
+
+    Raises:
+        DataError: It is too large, of another format, or its first bytes are damaged.
+        MissingExtraError: Pillow is not installed.
+    """
+    with _opened(data) as image:
+        return int(image.width), int(image.height)
+
+
+def blank_image(size: tuple[int, int]) -> "Image":
+    """Return a black image of a width and height."""
+    from PIL import Image
+
+    return Image.new("RGB", size)
+
+
+@contextmanager
+def _opened(data: bytes) -> "Iterator[Image]":
     try:
         from PIL import Image
     except ImportError as error:
         raise MissingExtraError("images need Pillow. Run: pip install pillow") from error
-    if len(data) > MAX_BYTES:
-        raise DataError(f"an image must have at most {MAX_BYTES} bytes; it has {len(data)}. Make it smaller.")
+    if len(data) > MAX_IMAGE_BYTES:
+        raise DataError(f"an image must have at most {MAX_IMAGE_BYTES} bytes; it has {len(data)}. Make it smaller.")
     try:
         with warnings.catch_warnings(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
             warnings.simplefilter("ignore")  # of damaged metadata, which does not matter
@@ -47,13 +76,28 @@ def open_image(data: bytes) -> "Image":
                     f"an image must have at most {MAX_PIXELS} pixels; it has {image.width} x {image.height}. Make it "
                     "smaller."
                 )
-            return image.convert("RGB")
+            yield image
     except DataError:
         raise
     except Exception as error:  # decoders raise many types
         raise DataError(
             f"an image cannot be decoded ({type(error).__name__}: {error}); expected one of {', '.join(FORMATS)}."
         ) from error
+
+
+def encode_image(pixels: NDArray[np.uint8]) -> bytes:
+    """Encode pixels [height, width, 3] as PNG, without loss.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("images need Pillow. Run: pip install pillow") from error
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, format="PNG")
+    return encoded.getvalue()
 
 
 class ImageStore:
@@ -86,7 +130,7 @@ class ImageStore:
         if len(digest) != 64 or not digest.isalnum():
             raise DataError(f"an image's digest must be a SHA-256 in hexadecimal; found {digest[:80]!r}.")
         path = self._path(digest)
-        data = read_plain(path, max_bytes=MAX_BYTES)
+        data = read_plain(path, max_bytes=MAX_IMAGE_BYTES)
         if sha256(data).hexdigest() != digest:
             raise DataError(f"{path} is not the image that its name says: its bytes have changed. Remove the file.")
         return data

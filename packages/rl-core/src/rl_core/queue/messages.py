@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_core.data.records import Prompt
+from rl_core.data.records import ImageSpan, Prompt
 from rl_core.errors import DataError, ShapeError
 
 GENERATE = "generate"
@@ -283,8 +283,10 @@ def decode_prompt(encoded: bytes) -> Prompt:
         DataError: The JSON is not a prompt.
     """
     try:
-        return Prompt(**msgspec.json.decode(encoded))
-    except (msgspec.MsgspecError, TypeError, DataError, ShapeError) as error:
+        found = msgspec.json.decode(encoded)
+        images = tuple(ImageSpan(**one) for one in found.pop("images", ()))
+        return Prompt(**found, images=images)
+    except (msgspec.MsgspecError, TypeError, AttributeError, DataError, ShapeError) as error:
         raise DataError(f"a prompt cannot be decoded: {error}.") from error
 
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from rl_core.weights import LORA_B
 from rl_distill.architecture.lora_targets import adapter_shapes
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.architecture.tensor_shapes import ROUTED, is_trained, output_name, tensor_shapes
+from rl_distill.architecture.tensor_shapes import ROUTED, is_frozen, keeps_float32, output_name, tensor_shapes
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -65,15 +65,17 @@ def rank_memory(
     kept = MOMENTS_BYTES + (MASTER_BYTES if weight < MASTER_BYTES else 0)
     adapter, found = adapter_shapes(config, lora) if kind == "policy" else {}, []
     for stage in range(parallel.pipeline):
-        sizes, of_biases = {True: 0, False: 0}, 0
+        sizes, of_frozen = {True: 0, False: 0}, 0
         for name, shape in _stage_shapes(config, parallel, stage, is_critic=kind == "critic"):
-            if is_trained(name, config):
-                sizes[ROUTED in name] += _rank_size(name, shape, parallel.tensor, expert_size)
+            if keeps_float32(name, config):
+                of_frozen += MASTER_BYTES * math.prod(shape)
+            elif is_frozen(name, config):
+                of_frozen += weight * math.prod(shape)
             else:
-                of_biases += MASTER_BYTES * math.prod(shape)
+                sizes[ROUTED in name] += _rank_size(name, shape, parallel.tensor, expert_size)
         if parallel.shard_weights:  # over all ranks
             sizes = {of: -(-size // parallel.ranks) for of, size in sizes.items()}
-        of_weights = weight * sum(sizes.values()) + of_biases
+        of_weights = weight * sum(sizes.values()) + of_frozen
         if kind == "frozen":
             found.append(RankMemory(of_weights, 0, 0))
             continue

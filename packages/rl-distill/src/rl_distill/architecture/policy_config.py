@@ -26,6 +26,7 @@ from rl_distill.architecture.transformers_model import (
     default_router_loss,
     dimensions,
     has_experts,
+    image_token_id,
     model_tied,
 )
 
@@ -66,7 +67,17 @@ FAMILIES = {
 }
 """Families by the architecture in config.json. Qwen2ForCausalLM includes Qwen2.5; Glm4Moe includes GLM-4.5 to 4.7."""
 
-_LATER = ("attention_bias", "use_qk_norm", "rotary_dim", "shared_ffn_hidden_size", "sigmoid", "model_json")
+_LATER = (
+    *(
+        "attention_bias",
+        "use_qk_norm",
+        "rotary_dim",
+        "shared_ffn_hidden_size",
+        "sigmoid",
+        "model_json",
+        "trains_vision",
+    ),
+)
 """Fields that the digest omits when empty, so that it still matches older checkpoints."""
 
 BOUNDED_FIELDS = frozenset(
@@ -133,6 +144,7 @@ class PolicyConfig:
         rotary_dim: Number of leading channels of a head that are rotated; 0 for all.
         model_json: `canonical_json` of a model that transformers' class computes; empty for our layers. The fields of
             norms, rotary embedding and mixture then say nothing.
+        trains_vision: True if the vision tower and projector of `model_json` are trained, not only its language layers.
     """
 
     architecture: str = "Qwen3ForCausalLM"
@@ -154,6 +166,7 @@ class PolicyConfig:
     use_qk_norm: bool = False
     rotary_dim: int = 0
     model_json: str = ""
+    trains_vision: bool = False
 
     @property
     def family(self) -> ModelFamily:
@@ -174,6 +187,11 @@ class PolicyConfig:
     def is_routed_by_class(self) -> bool:
         """True for a mixture of experts that transformers' class computes, whose routing cannot be replayed."""
         return bool(self.model_json) and has_experts(self.model_json)
+
+    @property
+    def image_token_id(self) -> int | None:
+        """Id of the tokens whose embeddings an image replaces; None for a policy without images."""
+        return image_token_id(self.model_json) if self.model_json else None
 
     @property
     def num_experts(self) -> int:

@@ -6,7 +6,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.architecture.transformers_model import has_stateful_layers, head_name, model_shapes, untrained_names
+from rl_distill.architecture.transformers_model import (
+    has_stateful_layers,
+    head_name,
+    model_shapes,
+    untrained_names,
+    vision_names,
+)
 
 Shape = tuple[int, ...]
 
@@ -90,10 +96,20 @@ def _feed_forward_shapes(config: PolicyConfig, layer: int) -> dict[str, Shape]:
 
 
 def is_trained(name: str, config: PolicyConfig) -> bool:
-    """Return whether a tensor is trained. A router's bias is not; it is float32 in a policy of any dtype."""
+    """Return whether a tensor is trained, without regard to an adapter."""
+    return not keeps_float32(name, config) and not is_frozen(name, config)
+
+
+def is_frozen(name: str, config: PolicyConfig) -> bool:
+    """Return whether a tensor belongs to a vision tower that is not trained."""
+    return bool(config.model_json) and not config.trains_vision and name in vision_names(config.model_json)
+
+
+def keeps_float32(name: str, config: PolicyConfig) -> bool:
+    """Return whether a tensor is not trained and is float32 in a policy of any dtype, such as a router's bias."""
     if config.model_json:
-        return name not in untrained_names(config.model_json)
-    return not name.endswith(".e_score_correction_bias")
+        return name in untrained_names(config.model_json)
+    return name.endswith(".e_score_correction_bias")
 
 
 def keeps_state(config: PolicyConfig) -> bool:

@@ -72,7 +72,7 @@ def read_config(text: str) -> Any:
         SettingsError: transformers has no class for it.
         DataError: A field has a wrong type or value.
     """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
     from transformers import __version__ as version
 
     content = PreTrainedConfig._decode_special_floats(json.loads(text))
@@ -88,13 +88,21 @@ def read_config(text: str) -> Any:
         config: Any = CONFIG_MAPPING[model_type].from_dict(content)
     except Exception as error:  # strict configurations raise many types
         raise DataError(f"config.json does not describe a {model_type} model: {error}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in _classes_of(config):
         raise SettingsError(
             f"{model_type} is not a causal language model of transformers {version}. A policy needs one that predicts "
             "the next token."
         )
     _without_dropout(config)
     return config
+
+
+def _classes_of(config: Any) -> Any:
+    """Return transformers' classes of policies by configuration: those with images, or the text models."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    has_images = getattr(config, "vision_config", None) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if has_images else MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _without_dropout(config: Any) -> None:
@@ -118,11 +126,11 @@ def build_model(text: str, **options: Any) -> Any:
         **options: Options of `from_config`, such as `dtype`.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    config = read_config(text)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(read_config(text), trust_remote_code=False, **options)
+        model = _classes_of(config)[type(config)]._from_config(config, **options)
     model.tie_weights()  # which belongs to the initialization that is skipped
     stored = model.state_dict()
     for name, buffer in list(model.named_buffers()):
@@ -184,23 +192,52 @@ def untrained_names(text: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=8)
+def image_token_id(text: str) -> int | None:
+    """Return the id of the tokens whose embeddings an image replaces; None if the model has no images."""
+    config = read_config(text)
+    if not getattr(config, "vision_config", None):
+        return None
+    found = getattr(config, "image_token_id", None)
+    return int(getattr(config, "image_token_index", -1) if found is None else found)
+
+
+def vision_parameters(model: Any) -> dict[str, Any]:
+    """Return the parameters outside of a model's language layers and head, by name: its vision tower and projector."""
+    if not getattr(model.config, "vision_config", None):
+        return {}
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    language = {parameter for part in parts for parameter in part.parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter not in language}
+
+
+@lru_cache(maxsize=8)
+def vision_names(text: str) -> frozenset[str]:
+    """Return the folder's tensors of the vision tower and projector."""
+    from rl_core.weights import folder_views
+
+    model = meta_model(text)
+    return frozenset(folder_views(model, vision_parameters(model)))
+
+
+@lru_cache(maxsize=8)
 def linear_modules(text: str) -> dict[str, tuple[int, ...]]:
     """Return the [out, in] shape of each matrix that an adapter can change, by the module's name.
 
-    These are the linear modules, without the head and routers, whose matrix is a tensor of the folder with the module's
-    name. A module named as the folder's experts is left out, because peft takes its name for theirs, and so is one
-    whose parent reads the matrix instead of calling the module.
+    These are the linear modules, without the head, routers and the vision tower, whose matrix is a tensor of the folder
+    with the module's name. A module named as the folder's experts is left out, because peft takes its name for theirs,
+    and so is one whose parent reads the matrix instead of calling the module.
     """
     import torch
 
     model, shapes = meta_model(text), model_shapes(text)
-    head = model.get_output_embeddings()
+    head, vision = model.get_output_embeddings(), vision_parameters(model)
     converted = {name.split(".")[-2] for name in shapes.keys() - model.state_dict().keys() if "." in name}
     linear = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
         and module is not head
+        and f"{name}.weight" not in vision
         and name.rpartition(".")[2] not in converted
         and shapes.get(f"{name}.weight") == tuple(module.weight.shape)
         and _is_called(model, name)
@@ -281,7 +318,7 @@ def is_left_out(text: str, name: str) -> bool:
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     if any(re.search(pattern, name) for pattern in {*patterns, r"(^|\.)mtp(_layers)?\."}):
         return True
-    config, layer = model.config, re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    config, layer = model.config.get_text_config(), re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     first, num_mtp = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
     return layer is not None and first <= int(layer[1]) < first + num_mtp
 
@@ -300,10 +337,8 @@ def checked_class(text: str, architecture: str) -> str:
     Raises:
         SettingsError: It is another class, such as a classifier.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     config = read_config(text)
-    found: str = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+    found: str = _classes_of(config)[type(config)].__name__
     if architecture not in ("(none)", found):
         raise SettingsError(
             f"architecture {architecture} is not supported: the causal language model of model_type "
@@ -322,7 +357,8 @@ def _length_of_angles(rope: Mapping[str, Any]) -> float:
 @lru_cache(maxsize=8)
 def dimensions(text: str) -> dict[str, Any]:
     """Return the fields of a `PolicyConfig` that are known for any model; those of attention are 1 without it."""
-    config = read_config(text).get_text_config()
+    whole = read_config(text)
+    config = whole.get_text_config()
 
     def field(name: str, otherwise: Any) -> Any:
         try:
@@ -343,7 +379,7 @@ def dimensions(text: str) -> dict[str, Any]:
         "head_dim": int(field("head_dim", hidden_size // heads)),
         "vocab_size": int(config.vocab_size),
         "max_position_embeddings": int(min(positions, _length_of_angles(field("rope_parameters", {})), 2**31 - 1)),
-        "is_tied": bool(config.tie_word_embeddings),
+        "is_tied": bool(field("tie_word_embeddings", whole.tie_word_embeddings)),
         "initializer_range": float(field("initializer_range", 0.02)),
         "norm_eps": 1e-6,
         "rope_base": 1e4,

@@ -8,7 +8,7 @@ loads into any learner and any parallel layout. No file in it can run code.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.files import read_record
 from rl_core.weights import tensor_crc32c
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.architecture.tensor_shapes import Shape, is_trained, output_name, tensor_shapes
+from rl_distill.architecture.tensor_shapes import Shape, is_trained, keeps_float32, output_name, tensor_shapes
 from rl_distill.checkpoints.hf_folder import write_json, write_policy_folder
 from rl_distill.checkpoints.peft_folder import adapter_differences, write_adapter
 from rl_distill.checkpoints.pieces import Piece, StoredPiece, TensorFolder, write_index
@@ -166,7 +166,7 @@ def finish_checkpoint(
         "format_version": FORMAT_VERSION,
         "step": step,
         "config_digest": source.config.digest,
-        "options": asdict(options),
+        "options": asdict(replace(options, image_folder=None)),
     }
     if adapter is None:
         config_json = dict(source.config_json)
@@ -197,7 +197,7 @@ def _saved_weights(
         shape = shapes[f"weights/{name}"]
         whole = Piece(name=f"weights/{name}", shape=shape, offsets=(0,) * len(shape), tensor=torch.empty(shape))
         folder.read([whole])
-        yield name, whole.tensor.to(dtype) if is_trained(name, config) else whole.tensor
+        yield name, whole.tensor if keeps_float32(name, config) else whole.tensor.to(dtype)
 
 
 def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: TrainedAdapter | None = None) -> int:

@@ -17,7 +17,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.files import current_umask, read_json_object, read_safetensors_header
 from rl_core.weights import write_safetensors
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
-from rl_distill.architecture.tensor_shapes import Shape, is_trained, output_name, tensor_shapes
+from rl_distill.architecture.tensor_shapes import Shape, keeps_float32, output_name, tensor_shapes
 from rl_distill.architecture.transformers_model import is_left_out
 from rl_distill.checkpoints.companion_files import config_bytes, copy_companions
 
@@ -159,7 +159,7 @@ class PolicyTensors:
     def whole(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the policy in this dtype; None keeps the stored one. A router's bias is float32."""
         for name, shape in self._shapes.items():
-            wanted = (dtype or self.dtype(name)) if is_trained(name, self._config) else torch.float32
+            wanted = torch.float32 if keeps_float32(name, self._config) else (dtype or self.dtype(name))
             yield name, self.read(name, (0,) * len(shape), shape, dtype=wanted)
 
 

@@ -14,6 +14,7 @@ from rl_core.data import Batch, offsets_of
 from rl_distill.learner import MetricSums, metric_totals
 from rl_distill.linear_map import sum_over_ranks
 from rl_distill.megatron.attention.layout import PackedLayout, packed_layout
+from rl_distill.megatron.images import PackImages
 from rl_distill.objectives.micro_batches import needed_column
 from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
 from rl_distill.packing import Pack, pack_rows, unpack_trained
@@ -58,6 +59,7 @@ class PlacedPack:
         scored: [N] int64 indices within the pack of the tokens that receive a score.
         given: [N] int64 index among the M scores of each receiving token; None if N equals M.
         sharing: How ranks divide the tokens.
+        images: Images of the computed tokens; None if there are none.
     """
 
     pack: Pack
@@ -70,6 +72,7 @@ class PlacedPack:
     scored: Tensor
     given: Tensor | None
     sharing: Sharing
+    images: PackImages | None = None
 
     @property
     def teacher(self) -> TeacherTokens:

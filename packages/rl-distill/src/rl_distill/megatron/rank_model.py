@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.data import Batch
-from rl_core.errors import DataError
+from rl_core.errors import DataError, SettingsError
 from rl_core.weights.broadcast import RankOffer, SenderOptions, WeightSender, offer_from_rank
 from rl_distill.architecture.memory import RankMemory
 from rl_distill.checkpoints.hf_folder import read_heads
 from rl_distill.learner import Objective
 from rl_distill.megatron.attention.layout import rotary_frequencies
+from rl_distill.megatron.images import RankImages, load_images
 from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import OutputRequest, TokenResults
 from rl_distill.megatron.optimizer import MegatronAdam, Offloaded, RankAdam
@@ -81,8 +83,12 @@ class RankModel:
         has_flash = self._chunks[0].config.kernels.attention == "varlen"
         self.shares_prefixes = has_flash or self._device.type == "cpu"
         self._sharing = _sharing(plan, has_flash=has_flash)
+        self._images: RankImages | None = None
+        if plan.source.config.image_token_id is not None:
+            options = plan.options
+            self._images = load_images(plan.source.policy_dir, options.image_folder, dtype=plan.dtype)
         for model in self._own_models():
-            model.settle(self._place)
+            model.settle(self._place, self._images)
             self.shares_prefixes &= model.shares_prefixes
         drop_gathered(self._chunks)
         self._teacher_heads: list[Tensor] = []
@@ -118,7 +124,7 @@ class RankModel:
             has_hidden: Also return the last hidden states, "hidden" [T, H].
             is_base: Compute without the adapter.
         """
-        packs = share.packs()
+        packs = self._packs(share)
 
         def evaluate(index: int, placed: PlacedPack, scores: TokenResults) -> tuple[int, dict[str, Tensor]]:
             named = {"values": scores.values.float(), **scores.others}
@@ -168,7 +174,7 @@ class RankModel:
         mask = "loss_mask" if "loss_mask" in share.batch else None
         comparison = comparison_of(objective)
         wanted = OutputRequest(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
-        packs = share.packs()
+        packs = self._packs(share)
         with self._dropping():
             self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
         own_loss, metrics = gathered.totals()
@@ -197,8 +203,25 @@ class RankModel:
     def _place(self, batch: Batch, min_shared: int) -> PlacedPack:
         """Lay out a batch as one pack, with all tokens scored."""
         pack = pack_rows(batch, np.arange(len(batch)), device=torch.device("cpu"), min_shared=min_shared)
-        length = padded_length(pack, self._sharing)
-        return on_device(place_pack(pack, scored_tokens(pack, mask=None), self._sharing, length=length), self._device)
+        return self._placed(pack, scored_tokens(pack, mask=None), length=padded_length(pack, self._sharing))
+
+    def _placed(self, pack: Pack, scored: Tensor, *, length: int, each_row: bool = False) -> PlacedPack:
+        """Lay out a pack on the model's device, with its images."""
+        placed = place_pack(pack, scored, self._sharing, length=length, each_row=each_row)
+        if self._images is not None:
+            (model,) = self._own_models()
+            placed = replace(placed, images=self._images.of_pack(pack, model.positions_of))
+        return on_device(placed, self._device)
+
+    def _packs(self, share: RankShare) -> list[Pack]:
+        """Return the micro-batches of a share, whose images are then at hand."""
+        if self._images is not None:
+            self._images.hold(share.batch)
+        elif any(share.batch.images):
+            raise SettingsError(
+                f"rows have images, but {self.plan.source.policy_dir} has no processor that transformers can load."
+            )
+        return share.packs()
 
     def _routing(self, packs: Sequence[Pack]) -> dict[str, tuple[float, float]]:
         """Return the routing metrics of replayed experts as (weighted sum, weight); every rank calls it together.
@@ -312,8 +335,7 @@ class RankModel:
             if index not in placed:
                 pack, length = packs[index], longest if is_virtual else lengths[index]
                 scored, each_row = scored_tokens(pack, mask=mask), wanted.comparison is not None
-                on_host = place_pack(pack, scored, self._sharing, length=length, each_row=each_row)
-                placed[index] = on_device(on_host, self._device)
+                placed[index] = self._placed(pack, scored, length=length, each_row=each_row)
             return placed[index]
 
         def forward_step(source: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:

@@ -92,7 +92,9 @@ class RankedModel:
         """
         options.check()
         lora = self._lora
-        self._source = open_policy(policy, is_critic=self.head == "value", backend=backend)
+        self._source = open_policy(
+            policy, is_critic=self.head == "value", backend=backend, trains_vision=options.trains_vision and self.trains
+        )
         parallel = ParallelOptions() if ranks is None else ranks.parallel
         check_layout(parallel, self._source.config, lora=lora)
         if self.trains:

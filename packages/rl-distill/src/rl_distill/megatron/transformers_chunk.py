@@ -4,6 +4,7 @@ The class computes everything between attention and head, so any architecture tr
 read from a table: `settle` tries the ways on a few rows, and keeps the first that gives the class's own logprobs.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,15 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rl_core.data import Batch, IntArray, Ragged, RowKey
+from rl_core.data import Batch, ImageSpan, IntArray, Ragged, RowKey
 from rl_core.errors import SettingsError
 from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.architecture.transformers_model import build_model
-from rl_distill.megatron.attention.layout import PackedLayout
+from rl_distill.architecture.transformers_model import build_model, vision_parameters
+from rl_distill.megatron.attention.layout import HeadIndex, PackedLayout
 from rl_distill.megatron.attention.packed import packed_attention, reordered, split_buckets
 from rl_distill.megatron.head import logits_at_once
+from rl_distill.megatron.images import PackImages, RankImages
 from rl_distill.megatron.lora import LoraLinear
 from rl_distill.megatron.model import Head, OutputRequest, R, TokenResults, TokenScoring
 from rl_distill.megatron.rank_batches import PlacedPack
@@ -78,6 +80,13 @@ class MaskRule:
 def _mask_rule(*_: Any, mask_function: Callable[..., Tensor] = causal_mask_function, **__: Any) -> MaskRule | None:
     """Return what a mask would say; None for all earlier tokens."""
     return None if mask_function is causal_mask_function else MaskRule(mask_function)
+
+
+def _reads_tensors(rule: Callable[..., Any]) -> bool:
+    """Return whether a rule looks at more than positions, such as at the tokens of an image."""
+    values = [cell.cell_contents for cell in rule.__closure__ or ()]
+    values += [one for value in values if isinstance(value, tuple | list) for one in value]
+    return any(torch.is_tensor(one) or (inspect.isfunction(one) and _reads_tensors(one)) for one in values)
 
 
 class _Pack:
@@ -130,6 +139,8 @@ def _attention(
     )
     if unknown or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         raise SettingsError(f"attention of {type(module).__name__} has {unknown or 'no causal mask'}, unknown here.")
+    if attention_mask is not None and _reads_tensors(attention_mask.is_visible):
+        raise SettingsError(f"attention of {type(module).__name__} depends on more than positions; rows are padded.")
     layout: PackedLayout = module.rl_pack.layout
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = value.shape[-1]
@@ -211,6 +222,9 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self.inner = build_model(policy.model_json, attn_implementation="eager", dtype=dtype)
         if config.recompute_granularity == "full":
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        if not policy.trains_vision:
+            for parameter in vision_parameters(self.inner).values():
+                parameter.requires_grad_(False)
         for name in adapted_modules(policy, lora):
             path, _, own = name.rpartition(".")
             parent = self.inner.get_submodule(path)
@@ -252,27 +266,27 @@ class TransformersModel(TokenScoring, torch.nn.Module):
 
     def forward(self, placed: PlacedPack, *, wanted: OutputRequest = OutputRequest()) -> TokenResults:  # noqa: B008
         """Score tokens of a pack; see `PolicyModel.forward`."""
-        hidden = self._hidden(placed.input_ids, placed.position_ids, placed.layout)
+        hidden = self._hidden(placed)
         hidden = placed.to_score(hidden.index_select(0, placed.kept))
         if self._head_scale is None:
             return self._results_of_class(hidden, placed, wanted)
         return self._results(hidden if self._head_scale == 1.0 else hidden * self._head_scale, placed, wanted)
 
     @torch.no_grad()
-    def settle(self, place: Callable[[Batch, int], PlacedPack]) -> None:
+    def settle(self, place: Callable[[Batch, int], PlacedPack], images: RankImages | None = None) -> None:
         """Choose how rows are computed: the first way that gives the class's own logprobs of a few rows.
 
         Args:
             place: Lays out a batch; rows of a prompt share prefixes of this number of tokens, 0 for none.
+            images: Images of the rank's rows, among which are those of the tried ones; None for texts alone.
 
         Raises:
             SettingsError: No way gives them, or the class is not causal.
         """
         was_training = self.training
         self.eval()
-        rows = _probe_rows(self._policy.vocab_size)
-        other_row = _other_row(rows[0], self._policy.vocab_size)
-        batch, other_batch = _batch(rows), _batch([other_row, *rows[1:]])
+        rows, others = _probe_rows(self._policy.vocab_size, self._policy.image_token_id, images)
+        batch, other_batch = _batch(rows), _batch(others)
         own_head = self.value_head
         if own_head is not None:  # which may be 0
             self.value_head = torch.nn.Linear(
@@ -282,7 +296,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self._use("eager", is_packed=False)
         try:
             self._name_of_layers = self._find_layers()
-            own, other = [self._own_results(row) for row in rows], self._own_results(other_row)
+            own, other = [self._own_results(row, images) for row in rows], self._own_results(others[0], images)
             if self.value_head is None:
                 self._head_scale = self._find_head_scale()
         except torch.OutOfMemoryError:
@@ -317,7 +331,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
                 seen[way] = f"{type(error).__name__}: {error}"
                 return float("inf")
             nats = float((values - expected).abs().mean())
-            of_row, of_others = torch.tensor_split(values - others, [len(rows[0])])
+            of_row, of_others = torch.tensor_split(values - others, [len(rows[0].ids)])
             changed, leaked = float(of_row.abs().mean()), float(of_others.abs().mean())
             seen[way] = f"{nats:.2g}"
             if leaked <= MAX_LEAK * changed:
@@ -351,7 +365,11 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         self.train(was_training)
 
     def _use(self, attention: str, *, is_packed: bool) -> None:
-        self.inner.set_attn_implementation(attention)
+        if self._policy.image_token_id is None:
+            self.inner.set_attn_implementation(attention)
+        else:
+            self.inner.set_attn_implementation("sdpa" if attention == PACKED else attention)
+            self.inner.get_decoder().set_attn_implementation(attention)
         self.is_packed = is_packed
 
     def _find_layers(self) -> str:
@@ -368,14 +386,18 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             hook.remove()
         return called[0]
 
-    def _own_results(self, row: IntArray) -> Tensor:
+    def _own_results(self, row: "_ProbeRow", images: RankImages | None) -> Tensor:
         """Return the class's logprobs [T] of a row's tokens, 0 at the first; a critic's values."""
-        ids = torch.from_numpy(row.astype(np.int64)).to(self._device)
+        ids = torch.from_numpy(row.ids.astype(np.int64)).to(self._device)
+        inputs: dict[str, Tensor] = {}
+        if images is not None and row.spans:
+            inputs = {name: x.to(self._device) for name, x in images.inputs(row.spans).items()}
+            inputs = self._accepted(inputs, images.token_types(ids)[None])
         if self.value_head is not None:
-            hidden = self._layers(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+            hidden = self._layers(input_ids=ids[None], use_cache=False, **inputs).last_hidden_state[0, :-1]
             found = self.value_head(hidden).flatten()
         else:
-            logits = self.inner(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            logits = self.inner(input_ids=ids[None], use_cache=False, **inputs).logits[0, :-1]
             found = torch.log_softmax(logits.float(), -1).gather(-1, ids[1:, None])[:, 0]
         return F.pad(found.float(), (1, 0))
 
@@ -407,24 +429,62 @@ class TransformersModel(TokenScoring, torch.nn.Module):
     def _part(self) -> VocabularyPart:
         return VocabularyPart(self._policy.vocab_size, None)
 
-    def _hidden(self, ids: Tensor, positions: Tensor, layout: PackedLayout) -> Tensor:
+    @property
+    def positions_of(self) -> Callable[..., Any] | None:
+        """The class's function of positions with several axes; None if it has only those of a text."""
+        found: Callable[..., Any] | None = getattr(self._layers, "get_rope_index", None)
+        return found
+
+    def _accepted(self, inputs: Mapping[str, Tensor], token_types: Tensor) -> dict[str, Tensor]:
+        """Return the inputs for images, and the types of tokens, that are arguments of the class.
+
+        Raises:
+            SettingsError: Pixel values are none.
+        """
+        names = inspect.signature(type(self._layers).forward).parameters
+        if unknown := [name for name, x in inputs.items() if x.is_floating_point() and name not in names]:
+            raise SettingsError(f"{self._policy.architecture} takes no {unknown[0]}, which its processor returns.")
+        both = {**inputs, "mm_token_type_ids": token_types, "token_type_ids": token_types}
+        return {name: tensor for name, tensor in both.items() if name in names}
+
+    def _hidden(self, placed: PlacedPack) -> Tensor:
         """Return [T, H] last hidden states."""
+        ids, layout, images = placed.input_ids, placed.layout, placed.images
         if self.is_packed:
             self._pack.layout = layout
-            return self._base(ids[None], position_ids=positions[None], attention_mask=torch.ones_like(ids)[None])[0]
+            inputs = {"position_ids": placed.position_ids[None], "attention_mask": torch.ones_like(ids)[None]}
+            if images is not None:
+                inputs |= self._accepted(images.joined(range(len(images.starts))), images.token_types)
+                if images.positions is not None:
+                    inputs["position_ids"] = images.positions
+            return self._base(ids[None], **inputs)[0]
         num_calls = self._most_calls(len(layout.buckets))
         index, outs, start = layout.index(1), [], 0
         places = ids.index_select(0, index.to_buckets)
         mask = torch.ones_like(places).index_fill_(0, index.padding, 0)
+        if images is not None:
+            places = places * mask  # a copy of a placeholder would need pixel values
         for rows, length in layout.buckets:
             part = slice(start, start + rows * length)
             start += rows * length
-            of_rows = (x[part].view(rows, length) for x in (places, mask))
-            outs.append(self._base(next(of_rows), attention_mask=next(of_rows)).flatten(0, 1))
+            of_rows, is_real = (x[part].view(rows, length) for x in (places, mask))
+            inputs = {} if images is None else self._bucket_inputs(images, index, part, is_real)
+            outs.append(self._base(of_rows, attention_mask=is_real, **inputs).flatten(0, 1))
         hidden = torch.cat(outs).index_select(0, index.from_buckets)
         for _ in range(len(outs), num_calls):
             hidden = hidden + 0.0 * self._base(ids[None, :1]).sum()
         return hidden
+
+    def _bucket_inputs(self, images: PackImages, index: HeadIndex, part: slice, is_real: Tensor) -> dict[str, Tensor]:
+        """Return what the class needs for the images of a bucket's [rows, length] places."""
+        starts = index.from_buckets.cpu().numpy()[list(images.starts)]
+        chosen = [int(one) for one in np.argsort(starts) if part.start <= starts[one] < part.stop]
+        places = index.to_buckets[part]
+        types = images.token_types[0, places].view_as(is_real) * is_real
+        inputs = self._accepted(images.joined(chosen), types)
+        if images.positions is not None:
+            inputs["position_ids"] = images.positions[:, 0, places].view(-1, *is_real.shape)
+        return inputs
 
     def _most_calls(self, count: int) -> int:
         """Return how often a rank of the group calls the layers at most."""
@@ -507,20 +567,48 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)
 
 
-def _probe_rows(vocab_size: int) -> list[IntArray]:
+@dataclass(frozen=True, slots=True)
+class _ProbeRow:
+    """A row to try ways of computing rows.
+
+    Attributes:
+        ids: [T] tokens.
+        spans: Images among them.
+    """
+
+    ids: IntArray
+    spans: tuple[ImageSpan, ...] = ()
+
+    def with_image(self, tokens: IntArray, digest: str, *, at: int) -> "_ProbeRow":
+        """Return the row with an image inserted after its other images."""
+        span = ImageSpan(digest=digest, start=at, length=len(tokens))
+        return _ProbeRow(np.insert(self.ids, at, tokens), (*self.spans, span))
+
+
+def _probe_rows(
+    vocab_size: int, image_token_id: int | None, images: RankImages | None
+) -> tuple[list[_ProbeRow], list[_ProbeRow]]:
+    """Return rows, and the same with another first row, which differs after the prefix that it shares with the third.
+
+    With images, the first row has another image, and a text lies among the rows.
+    """
     random = np.random.default_rng(0)
-    rows = [random.integers(0, vocab_size, size).astype(np.int32) for size in (11, 6, 11)]
-    rows[2][:_SHARED] = rows[0][:_SHARED]
-    return rows
+    of_texts = [random.integers(0, vocab_size, size).astype(np.int32) for size in (11, 6, 11)]
+    of_texts[2][:_SHARED] = of_texts[0][:_SHARED]
+    changed = np.where(np.arange(11) < _SHARED, of_texts[0], (of_texts[0] + 1) % vocab_size).astype(np.int32)
+    texts = [np.where(ids == image_token_id, 0, ids).astype(np.int32) for ids in (*of_texts, changed)]
+    first, second, third, other = (_ProbeRow(ids) for ids in texts)
+    if images is None:
+        return [first, second, third], [other, second, third]
+    tokens, (one, two) = images.probe()
+    first, third = (row.with_image(tokens, one, at=_SHARED) for row in (first, third))
+    fourth = second.with_image(tokens, two, at=2).with_image(tokens, one, at=3 + len(tokens))
+    return [first, second, third, fourth], [other.with_image(tokens, two, at=_SHARED), second, third, fourth]
 
 
-def _other_row(row: IntArray, vocab_size: int) -> IntArray:
-    """Return the row with other tokens after the prefix that it shares."""
-    return np.where(np.arange(len(row)) < _SHARED, row, (row + 1) % vocab_size).astype(np.int32)
-
-
-def _batch(rows: Sequence[IntArray]) -> Batch:
-    offsets = np.cumsum([0, *map(len, rows)])
+def _batch(rows: Sequence[_ProbeRow]) -> Batch:
+    offsets = np.cumsum([0, *(len(row.ids) for row in rows)])
     keys = [RowKey("probe", index, 0) for index in range(len(rows))]
-    columns: Mapping[str, Any] = {"input_ids": Ragged(np.concatenate(rows), offsets)}
-    return Batch(keys, columns)
+    columns: Mapping[str, Any] = {"input_ids": Ragged(np.concatenate([row.ids for row in rows]), offsets)}
+    images = [[[span.digest, span.start, span.length] for span in row.spans] for row in rows]
+    return Batch(keys, columns, extras=[{"images": of_row} for of_row in images])

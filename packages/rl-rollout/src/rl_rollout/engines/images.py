@@ -37,11 +37,16 @@ class PlacedImage:
 
 
 class EngineImages:
-    """Images of a store, as pixel values of a model. Those of recent requests are kept, by digest."""
+    """Images of a store, as pixel values of a model. Those of recent requests are kept, by digest.
+
+    Attributes:
+        token_id: Id of the tokens whose embeddings an image replaces.
+    """
 
     def __init__(self, processor: ImageProcessor, store: ImageStore) -> None:
         """Start with nothing kept."""
         self._processor, self._store = processor, store
+        self.token_id = processor.token_id
         self._held: OrderedDict[str, tuple[int, Mapping[str, NDArray[Any]]]] = OrderedDict()
         self._digests: dict[tuple[str, ...], str] = {}
         self._num_bytes = 0

@@ -248,9 +248,7 @@ class SteppedEngine:
                 self._prepared.clear()
             self._prepared.add(structure)
 
-    def _placed(
-        self, token_ids: IntArray, spans: Sequence[ImageSpan]
-    ) -> tuple[tuple[PlacedImage, ...], str]:
+    def _placed(self, token_ids: IntArray, spans: Sequence[ImageSpan]) -> tuple[tuple[PlacedImage, ...], str]:
         """Return a sequence's images and their digest. Computed here, so that requests of a turn stay together."""
         return self._images.placed(token_ids, spans) if spans and self._images is not None else ((), "")
 

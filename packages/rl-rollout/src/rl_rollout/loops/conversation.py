@@ -1,14 +1,15 @@
 """A session of several turns, as token ids. It may continue in a new trajectory when the context is full."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
 
-from rl_core.data import FinishReason, IntArray, Json, Prompt, Timings, Trajectory
-from rl_core.errors import EngineError
+from rl_core.data import FinishReason, ImageSpan, IntArray, Json, Prompt, Timings, Trajectory
+from rl_core.errors import EngineError, SettingsError
 from rl_core.record_fields import PositiveInt, settings_record
 from rl_rollout.engines.protocol import GenerateRequest, Generation
 from rl_rollout.loops.outcomes import join_experts, join_parts
@@ -45,11 +46,13 @@ class _Open:
     Attributes:
         parts: Token ids of the prompt, then alternately of sampled turns and replies.
         sampled: The engine's output for each part; None for parts that were not sampled.
+        images: The images among the tokens of each part.
         first_own: Index of the first part after the prompt and the turns that an earlier trajectory trains.
     """
 
     parts: list[IntArray]
     sampled: list[Generation | None]
+    images: list[tuple[ImageSpan, ...]]
     first_own: int
     generate_s: float = 0.0
     tools_s: float = 0.0
@@ -60,9 +63,20 @@ class _Open:
     def num_tokens(self) -> int:
         return sum(map(len, self.parts))
 
-    def add(self, ids: IntArray, generation: Generation | None = None) -> None:
+    @property
+    def spans(self) -> tuple[ImageSpan, ...]:
+        """The images among all tokens."""
+        starts = accumulate(map(len, self.parts), initial=0)
+        return tuple(
+            replace(one, start=start + one.start)
+            for start, images in zip(starts, self.images, strict=False)
+            for one in images
+        )
+
+    def add(self, ids: IntArray, generation: Generation | None = None, *, images: tuple[ImageSpan, ...] = ()) -> None:
         self.parts.append(ids)
         self.sampled.append(generation)
+        self.images.append(images)
 
     def close(self, prompt: Prompt, *, session_index: int, output_index: int) -> Trajectory:
         trained = [*[None] * self.first_own, *self.sampled[self.first_own :]]
@@ -76,6 +90,7 @@ class _Open:
             finish_reason=self.finish_reason,
             routed_experts=join_experts(experts, len(joined["input_ids"])),
             timings=Timings(generate_s=self.generate_s, tools_s=self.tools_s, preemptions=self.num_preempted),
+            images=self.spans,
         )
 
 
@@ -107,7 +122,10 @@ class Conversation:
 
     def __post_init__(self) -> None:
         """Start with the prompt."""
-        self._open = _Open(parts=[self.prompt_ids], sampled=[None], first_own=1)
+        images = self.prompt.images
+        if images and self.prompt_ids is not self.prompt.input_ids:  # rendered again, with tools or an observation
+            images = self._image_spans(self.prompt_ids, [one.digest for one in images])
+        self._open = _Open(parts=[self.prompt_ids], sampled=[None], images=[images], first_own=1)
         self._turn_prompt = self.prompt_ids
 
     @property
@@ -144,16 +162,22 @@ class Conversation:
         self._turns.append(generation)
         return generation
 
-    def append(self, reply_ids: IntArray) -> bool:
-        """Append replies. Return False, and append nothing, if they and a further turn do not fit."""
+    def append(self, reply_ids: IntArray, *, images: Sequence[str] = ()) -> bool:
+        """Append replies. Return False, and append nothing, if they and a further turn do not fit.
+
+        Args:
+            reply_ids: Tokens of the replies.
+            images: Digests of the images among them, in order.
+        """
+        reply_images = self._image_spans(reply_ids, images)
         room = self._max_tokens - self._open.num_tokens - len(reply_ids)
         may_go_on = (
             self.limits.on_context_full == "new_trajectory" and len(self._closed) + 1 < self.limits.max_trajectories
         )
         if room >= (self._room // 4 if may_go_on else 1):
-            self._open.add(reply_ids)
+            self._open.add(reply_ids, images=reply_images)
             return True
-        fresh = self._compacted(reply_ids) if may_go_on else None
+        fresh = self._compacted(reply_ids, reply_images) if may_go_on else None
         if fresh is None:
             return False
         self.mark_cut()
@@ -220,14 +244,23 @@ class Conversation:
                 stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *self.stop_token_ids))),
             ),
             request_id=f"{self.prompt.uid}/{self.session_index}",
+            images=self._open.spans,
         )
 
-    def _compacted(self, reply_ids: IntArray) -> _Open | None:
+    def _image_spans(self, ids: IntArray, digests: Sequence[str]) -> tuple[ImageSpan, ...]:
+        if not digests:
+            return ()
+        if self.context.tokenizer is None or self.context.tokenizer.images is None:
+            raise SettingsError("sessions with images need a tokenizer with image_folder, the folder of their images.")
+        return self.context.tokenizer.images.spans(ids, digests)
+
+    def _compacted(self, reply_ids: IntArray, reply_images: tuple[ImageSpan, ...]) -> _Open | None:
         """Start a trajectory with the prompt and the latest turns, in half of the room.
 
         None if not even one turn fits.
         """
         parts, sampled = [*self._open.parts[1:], reply_ids], [*self._open.sampled[1:], None]
+        images = [*self._open.images[1:], reply_images]
         starts = [index for index, generation in enumerate(sampled) if generation is not None]
         half = len(self.prompt_ids) + self._room // 2
         kept = starts[-1]
@@ -240,5 +273,6 @@ class Conversation:
         return _Open(
             parts=[self.prompt_ids, *parts[kept:]],
             sampled=[None, *sampled[kept:]],
+            images=[self._open.images[0], *images[kept:]],
             first_own=1 + len(parts) - kept,
         )

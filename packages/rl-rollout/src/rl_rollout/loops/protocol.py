@@ -11,6 +11,7 @@ from rl_core.data import IntArray, Json, Prompt, Trajectory, encodable
 from rl_core.errors import RLError, RolloutError
 from rl_core.record_fields import record
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
+from rl_rollout.prompts.image_tokens import message_text
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.answers import opens_thinking
 from rl_rollout.rewards.outputs import preview_error
@@ -137,7 +138,7 @@ class AgentTask:
         """The prompt as one text."""
         if not self.prompt.messages:
             return str(self.prompt.columns.get("prompt", ""))
-        return "\n\n".join(str(message.get("content", "")) for message in self.prompt.messages)
+        return "\n\n".join(map(message_text, self.prompt.messages))
 
     def shown(self, columns: tuple[str, ...]) -> dict[str, Json]:
         """Return the prompt for a program: without its ground truth, and with only these columns."""

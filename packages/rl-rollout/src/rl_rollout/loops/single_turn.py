@@ -26,7 +26,9 @@ class SingleTurnLoop:
         Raises:
             EngineError: The engine cannot serve the request, or returned another number of responses.
         """
-        request = GenerateRequest(input_ids=prompt.input_ids, sampling=context.sampling, num_samples=num_sessions)
+        request = GenerateRequest(
+            input_ids=prompt.input_ids, sampling=context.sampling, num_samples=num_sessions, images=prompt.images
+        )
         started_at = time.perf_counter()
         generations = await context.engine.generate(request)
         generate_s = time.perf_counter() - started_at
@@ -77,6 +79,7 @@ def trajectory_of(prompt: Prompt, generation: Generation, *, session_index: int,
         finish_reason=generation.finish_reason,
         routed_experts=generation.routed_experts,
         timings=Timings(generate_s=generate_s, preemptions=generation.num_preempted),
+        images=prompt.images,
     )
 
 

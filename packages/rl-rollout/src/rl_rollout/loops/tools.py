@@ -100,7 +100,8 @@ class ToolsLoop(SessionLoop):
             self._toolbox = ToolBox([*self._given, *self._own, *chain.from_iterable(self._listed.values())])
             if not self._toolbox.names():
                 raise SettingsError("the agent loop 'tools' has no tools. Set tools or mcp_servers.")
-            self._runner = ToolRunner(self._toolbox, self._options.calls)
+            images = None if tokenizer.images is None else tokenizer.images.store
+            self._runner = ToolRunner(self._toolbox, self._options.calls, images=images)
             parser = self._parser_for(tokenizer)
             self._joined = join_turns(
                 tokenizer,
@@ -210,8 +211,9 @@ class ToolsLoop(SessionLoop):
             results = await self._run(calls)
             conversation.add_tools_time(time.perf_counter() - started_at)
             outcomes.update(result.outcome for result in results)
-            replies = [Reply(text=result.text, name=result.call.name) for result in results]
-            if not conversation.append(turns.reply_ids(replies, last_token=int(generation.token_ids[-1]))):
+            replies = [Reply(text=result.text, name=result.call.name, images=result.images) for result in results]
+            reply_ids = turns.reply_ids(replies, last_token=int(generation.token_ids[-1]))
+            if not conversation.append(reply_ids, images=[digest for one in replies for digest in one.images]):
                 ended_by = "context"
                 break
         if ended_by in ("max_turns", "context"):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from rl_core.data import IntArray, Json, Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import settings_record
+from rl_rollout.prompts.image_tokens import image_digests
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
 Role = Literal["tool", "user"]
@@ -28,10 +29,20 @@ class Reply:
     Attributes:
         text: Text for the model.
         name: Name of the tool; empty if there is none.
+        images: Digests of images after the text, in the run's store.
     """
 
     text: str
     name: str = ""
+    images: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> Json:
+        """The content of a message: text, or parts if there are images."""
+        if not self.images:
+            return self.text
+        text = [{"type": "text", "text": self.text}] if self.text else []
+        return [*text, *({"type": "image", "digest": digest} for digest in self.images)]
 
 
 @settings_record
@@ -111,8 +122,11 @@ class ChatTurns:
             return prompt.input_ids
         messages = [dict(message) for message in prompt.messages]
         if observation is not None:
-            messages.append({"role": "user", "content": harmless(observation, self.control_tokens)})
-        return self._encode(self._tokenizer.render(messages, where=f"prompt {prompt.uid}", tools=self._tools))
+            text = harmless(observation, self.control_tokens)
+            content: Json = [{"type": "text", "text": text}] if prompt.images else text  # in the form of the others
+            messages.append({"role": "user", "content": content})
+        text = self._tokenizer.render(messages, where=f"prompt {prompt.uid}", tools=self._tools)
+        return self._encode(text, image_digests(messages))
 
     def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:
         """Return the [N] int32 tokens between a turn that ended with last_token and the next turn.
@@ -123,7 +137,8 @@ class ChatTurns:
             DataError: The template refuses the reply.
         """
         named = [
-            Reply(text=harmless(one.text, self.control_tokens), name=one.name or self._any_name()) for one in replies
+            replace(one, text=harmless(one.text, self.control_tokens), name=one.name or self._any_name())
+            for one in replies
         ]
         return self.following_ids(self._messages(named), calls=[one.name for one in named], last_token=last_token)
 
@@ -148,7 +163,7 @@ class ChatTurns:
         Raises:
             DataError: The template refuses the messages.
         """
-        tail = self._encode(self._tail(messages, calls))
+        tail = self._encode(self._tail(messages, calls), image_digests(messages))
         first_end = int(np.flatnonzero(np.isin(tail, list(self._end_token_ids)))[0])
         ends = np.flatnonzero(tail[: first_end + 1] == last_token)
         if len(ends) and last_token in self._may_end:  # a turn truncated by a limit may end with any token
@@ -226,9 +241,9 @@ class ChatTurns:
 
     def _messages(self, replies: Sequence[Reply]) -> list[Message]:
         if self._role == "user":
-            return [{"role": "user", "content": reply.text} for reply in replies]
+            return [{"role": "user", "content": reply.content} for reply in replies]
         return [
-            {"role": "tool", "tool_call_id": numbered_call(index), "name": reply.name, "content": reply.text}
+            {"role": "tool", "tool_call_id": numbered_call(index), "name": reply.name, "content": reply.content}
             for index, reply in enumerate(replies)
         ]
 
@@ -240,7 +255,13 @@ class ChatTurns:
             messages, where="a reply", tools=self._tools, add_generation_prompt=add_generation_prompt
         )
 
-    def _encode(self, text: str) -> IntArray:
+    def _encode(self, text: str, images: Sequence[str] = ()) -> IntArray:
+        if images:
+            if self._tokenizer.images is None:
+                raise SettingsError(
+                    "messages with images need a tokenizer with image_folder, the folder of their images."
+                )
+            text = self._tokenizer.images.expanded(text, images)
         return np.array(self._tokenizer.encode([text], add_special_tokens=False)[0], dtype=np.int32)
 
 
@@ -260,7 +281,11 @@ class PlainTurns:
         return np.concatenate([prompt.input_ids, self.reply_ids([Reply(text=observation)], last_token=-1)])
 
     def reply_ids(self, replies: Sequence[Reply], *, last_token: int) -> IntArray:  # noqa: ARG002
-        """See `ChatTurns.reply_ids`."""
+        """See `ChatTurns.reply_ids`. Replies have no images."""
+        if any(reply.images for reply in replies):
+            raise DataError(
+                'plain turns cannot show the images of a reply, which need a chat template. Set turns.kind = "chat".'
+            )
         text = self._prefix + "\n".join(reply.text for reply in replies) + self._suffix
         return np.array(self._tokenizer.encode([text], add_special_tokens=False)[0], dtype=np.int32)
 

@@ -11,14 +11,17 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from rl_core.data import Json, Prompt, Ragged
+from rl_core.data import ImageSpan, IntArray, Json, Prompt, Ragged
 from rl_core.errors import DataError, SettingsError
-from rl_core.record_fields import PositiveInt, converts_arguments, settings_record
+from rl_core.images import ImageStore
+from rl_core.record_fields import PositiveInt, converts_arguments, record, settings_record
+from rl_rollout.prompts.row_images import COLUMNS, ImageReader, RowImage, located, try_images
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem, read_problem
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 256
+"""Rows encoded at once, with their images in memory."""
 
 log = structlog.get_logger(__name__)
 
@@ -33,12 +36,16 @@ class PromptOptions:
         plain_prompts: How to tokenize a prompt that is plain text: "raw", exactly as it stands, or "chat", as a user
             message.
         requires_ground_truth: Refuse rows without ground truth.
+        max_images: Maximum number of images in a prompt.
+        image_folders: Folders whose images rows may name, besides the folder of their file.
     """
 
     max_tokens: PositiveInt
     overlong: Literal["error", "drop"] = "error"
     plain_prompts: Literal["raw", "chat"] = "raw"
     requires_ground_truth: bool = True
+    max_images: PositiveInt = 16
+    image_folders: tuple[Path, ...] = ()
 
 
 class PromptSet:
@@ -57,6 +64,8 @@ class PromptSet:
         uids: Sequence[str],
         tokens: Ragged,
         rows: NDArray[np.int64],
+        images: Sequence[tuple[ImageSpan, ...]] = (),
+        readers: Sequence[ImageReader] = (),
         options: PromptOptions,
     ) -> None:
         """Store what `load_prompts` read.
@@ -66,9 +75,14 @@ class PromptSet:
             uids: N uids.
             tokens: N rows of int32 tokens.
             rows: [N, 2] index into files, and row in that file.
+            images: The images among the tokens of each prompt; empty if there are none.
+            readers: What reads the images of each file's rows; by default, as for a model of text.
             options: Options under which the rows were read.
         """
         self._files = tuple(files)
+        self._readers = tuple(readers) or tuple(_reader_of(rows, options) for rows in files)
+        self._images = tuple(images) or ((),) * len(uids)
+        self._store: ImageStore | None = None
         self._tokens = tokens
         self._rows = rows
         self._options = options
@@ -87,6 +101,15 @@ class PromptSet:
         """Number of tokens in the longest prompt."""
         return int(self._tokens.lengths.max())
 
+    @property
+    def num_images(self) -> int:
+        """Number of images in all prompts."""
+        return sum(map(len, self._images))
+
+    def keep_images(self, store: ImageStore) -> None:
+        """Put the images of each prompt that is taken from now on into a store, where engine and learner find them."""
+        self._store = store
+
     def __len__(self) -> int:
         return len(self.uids)
 
@@ -103,7 +126,13 @@ class PromptSet:
         if not 0 <= index < len(self):
             raise IndexError(f"prompt index {index} is not in 0..{len(self) - 1}")
         file, row = self._rows[index].tolist()
-        problem = _read(self._files[file][row], self._options, where=self._files[file].locate(row))
+        where, spans = self._files[file].locate(row), self._images[index]
+        problem, images = _read(self._files[file][row], self._readers[file], self._options, where=where)
+        if [one.digest for one in images] != [span.digest for span in spans]:
+            raise DataError(f"{where}: its images have changed since the file was read. Start the run again.")
+        if self._store is not None:
+            for image in images:
+                self._store.put(image.data)
         return Prompt(
             uid=self.uids[index] + uid_suffix,
             input_ids=self._tokens[index],
@@ -111,6 +140,7 @@ class PromptSet:
             data_source=problem.data_source,
             ground_truth=problem.ground_truth,
             columns=problem.columns,
+            images=spans,
         )
 
 
@@ -125,15 +155,18 @@ def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: Pro
     if not files:
         raise SettingsError("no prompt file is given; expected at least one.")
     opened = [open_rows(Path(path)) for path in files]
+    readers = [_reader_of(rows, options, sees_images=tokenizer.sees_images) for rows in opened]
     uids: list[str] = []
     tokens: list[NDArray[np.int32]] = []
+    images: list[tuple[ImageSpan, ...]] = []
     places: list[tuple[int, int]] = []
     num_rows = 0
     for file, rows in enumerate(opened):
-        for row, (problem, ids) in enumerate(_encoded(rows, tokenizer, options)):
-            if _fits(ids, options, where=rows.locate(row)):
-                uids.append(f"{problem.digest()}-{num_rows}")
-                tokens.append(np.asarray(ids, dtype=np.int32))
+        for row, one in enumerate(_encoded(rows, readers[file], tokenizer, options)):
+            if _fits(one, options, where=rows.locate(row)):
+                uids.append(f"{one.problem.digest()}-{num_rows}")
+                tokens.append(one.ids)
+                images.append(one.images)
                 places.append((file, row))
             num_rows += 1
     if not uids:
@@ -146,45 +179,96 @@ def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: Pro
         uids=uids,
         tokens=Ragged.from_rows(tokens, dtype=np.int32),
         rows=np.asarray(places, dtype=np.int64),
+        images=images,
+        readers=readers,
         options=options,
     )
     log.info("prompts_loaded", num_prompts=len(prompts), num_dropped=prompts.num_dropped, files=[str(f) for f in files])
     return prompts
 
 
-def _read(row: Mapping[str, Json], options: PromptOptions, *, where: str) -> Problem:
-    """Read a row. Plain text stays raw or becomes one user message, as the options say."""
-    problem = read_problem(row, where=where, requires_ground_truth=options.requires_ground_truth)
-    if problem.text is None or options.plain_prompts == "raw":
-        return problem
-    return replace(problem, messages=({"role": "user", "content": problem.text},), text=None)
+@record
+class _EncodedRow:
+    """A row as tokens, with the images among them."""
+
+    problem: Problem
+    ids: IntArray
+    images: tuple[ImageSpan, ...]
 
 
-def _encoded(rows: Rows, tokenizer: PromptTokenizer, options: PromptOptions) -> Iterator[tuple[Problem, list[int]]]:
+def _reader_of(rows: Rows, options: PromptOptions, *, sees_images: bool = False) -> ImageReader:
+    return ImageReader(
+        rows.path,
+        folders=options.image_folders,
+        max_images=options.max_images,
+        columns=COLUMNS if sees_images else COLUMNS[:1],
+        plain_as_message=options.plain_prompts == "chat",
+    )
+
+
+def _read(
+    row: Mapping[str, Json], reader: ImageReader, options: PromptOptions, *, where: str
+) -> tuple[Problem, tuple[RowImage, ...]]:
+    """Read a row and its images. Plain text stays raw or becomes one user message, as the options say."""
+    columns, images = reader.read(row, where=where)
+    problem = read_problem(columns, where=where, requires_ground_truth=options.requires_ground_truth)
+    if problem.text is not None and options.plain_prompts == "chat":
+        problem = replace(problem, messages=({"role": "user", "content": problem.text},), text=None)
+    return problem, images
+
+
+def _encoded(
+    rows: Rows, reader: ImageReader, tokenizer: PromptTokenizer, options: PromptOptions
+) -> Iterator[_EncodedRow]:
     """Yield each row with its tokens, encoded in chunks."""
     remaining = enumerate(rows)
     while chunk := list(islice(remaining, CHUNK_ROWS)):
-        problems = [_read(columns, options, where=rows.locate(row)) for row, columns in chunk]
-        texts = [problem.text for problem in problems if problem.text is not None]
+        places = [rows.locate(row) for row, _ in chunk]
+        read = [_read(columns, reader, options, where=where) for where, (_, columns) in zip(places, chunk, strict=True)]
+        try_images(image for _, images in read for image in images)
+        texts = [problem.text for problem, _ in read if problem.text is not None]
         rendered = [
-            tokenizer.render(problem.messages, where=f"{rows.locate(row)}, field `prompt`")
-            for (row, _), problem in zip(chunk, problems, strict=True)
+            _rendered(problem, images, tokenizer, where=f"{where}, field `prompt`")
+            for where, (problem, images) in zip(places, read, strict=True)
             if problem.text is None
         ]
         plain = iter(tokenizer.encode(texts, add_special_tokens=True))
         chats = iter(tokenizer.encode(rendered, add_special_tokens=False))
-        yield from ((problem, next(chats) if problem.text is None else next(plain)) for problem in problems)
+        for where, (problem, images) in zip(places, read, strict=True):
+            ids = np.asarray(next(chats if problem.text is None else plain), dtype=np.int32)
+            yield _EncodedRow(problem=problem, ids=ids, images=_spans(ids, images, tokenizer, where=where))
 
 
-def _fits(ids: Sequence[int], options: PromptOptions, *, where: str) -> bool:
-    if not ids:
+def _rendered(problem: Problem, images: Sequence[RowImage], tokenizer: PromptTokenizer, *, where: str) -> str:
+    """Render a row's messages, with as many placeholders for each image as it needs."""
+    text = tokenizer.render(problem.messages, where=where)
+    if not images:
+        return text
+    with located(where):
+        return tokenizer.image_processor.expanded(text, [image.data for image in images])
+
+
+def _spans(
+    ids: IntArray, images: Sequence[RowImage], tokenizer: PromptTokenizer, *, where: str
+) -> tuple[ImageSpan, ...]:
+    if not images:
+        return ()
+    with located(f"{where}, field `prompt`"):
+        return tokenizer.image_processor.spans(
+            ids, [image.digest for image in images], [image.data for image in images]
+        )
+
+
+def _fits(row: _EncodedRow, options: PromptOptions, *, where: str) -> bool:
+    if not len(row.ids):
         raise DataError(f"{where}, field `prompt`: the prompt has no tokens; expected at least one.")
     limit = options.max_tokens
-    if len(ids) <= limit:
+    if len(row.ids) <= limit:
         return True
     if options.overlong == "drop":
         return False
+    of_images = f", {sum(span.length for span in row.images)} of them for images" if row.images else ""
     raise DataError(
-        f"{where}, field `prompt`: {len(ids)} tokens, more than max_tokens = {limit}. "
+        f"{where}, field `prompt`: {len(row.ids)} tokens{of_images}, more than max_tokens = {limit}. "
         'Raise prompts.max_tokens, shorten the prompt, or set prompts.overlong = "drop".'
     )

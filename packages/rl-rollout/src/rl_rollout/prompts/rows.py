@@ -77,11 +77,29 @@ def read_hf_dataset(path: Path) -> Sequence[dict[str, Json]]:
         ) from error
     try_arrow_files(_arrow_files(path))
     try:
-        found = datasets.load_from_disk(str(path)).with_format(None)
+        found = datasets.load_from_disk(str(path))
     except Exception as error:  # datasets raises many types for a damaged folder
         raise DataError(f"{path}: not a readable dataset ({type(error).__name__}: {error}). Save it again.") from error
-    _refuse_media(found.features, path)
-    return found  # type: ignore[no-any-return]
+    if _has_images(found.features, path):
+        return _ArrowRows(found.with_format("arrow"))
+    return found.with_format(None)  # type: ignore[no-any-return]
+
+
+class _ArrowRows(Sequence[dict[str, Json]]):
+    """Rows of a dataset as they are stored: an image is its bytes and path, which nothing opens or decodes."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: Any) -> Any:
+        (found,) = self._dataset[row : row + 1].to_pylist()
+        return found
+
+    def __iter__(self) -> Iterator[dict[str, Json]]:
+        return (row for table in self._dataset.iter(BATCH_ROWS) for row in table.to_pylist())
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -97,19 +115,28 @@ def _arrow_files(folder: Path) -> list[Path]:
     return [folder / str(name) for name in names]
 
 
-def _refuse_media(features: Any, path: Path) -> None:
-    """Refuse columns for which `datasets` opens files or URLs when a row is read."""
-    waiting = [features]
+def _has_images(features: Any, path: Path) -> bool:
+    """Return True if a column has images. Refuse other media, for which `datasets` opens files or URLs.
+
+    Raises:
+        DataError: A column has audio or video.
+    """
+    waiting, has_images = [features], False
     while waiting:
         feature = waiting.pop()
-        if hasattr(feature, "decode_example") and hasattr(feature, "decode"):
-            raise DataError(f"{path} must have columns of text, numbers and lists; found {type(feature).__name__}.")
-        if isinstance(feature, dict):
+        if type(feature).__name__ == "Image":
+            has_images = True
+        elif hasattr(feature, "decode_example") and hasattr(feature, "decode"):
+            raise DataError(
+                f"{path} must have columns of text, numbers, images and lists; found {type(feature).__name__}."
+            )
+        elif isinstance(feature, dict):
             waiting += feature.values()
         elif isinstance(feature, list | tuple):
             waiting += feature
         elif hasattr(feature, "feature"):
             waiting.append(feature.feature)
+    return has_images
 
 
 EXTENSIONS = (".parquet", ".jsonl")

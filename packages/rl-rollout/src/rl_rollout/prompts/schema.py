@@ -16,7 +16,7 @@ class Problem:
     """The content of a row before tokenization.
 
     Attributes:
-        messages: Chat messages; empty for a plain prompt.
+        messages: Chat messages; empty for a plain prompt. Each image is a part `{"type": "image", "digest": ...}`.
         text: The plain prompt; None when there are messages.
         data_source: Name of the dataset.
         ground_truth: Reference that the reward compares with.
@@ -40,7 +40,8 @@ def read_problem(row: Mapping[str, Json], *, where: str, requires_ground_truth: 
     """Check a row and split it into its parts.
 
     Args:
-        row: Columns by name. `prompt` is a list of messages (`role`, `content`) or a string. The ground
+        row: Columns by name. `prompt` is a list of messages (`role`, `content`) or a string, without bytes of images;
+            see `ImageReader`. The ground
             truth is `reward_model.ground_truth`, or else `answer`. `data_source` is optional.
         where: File and row, for messages.
         requires_ground_truth: Refuse rows with neither ground truth nor answer.
@@ -86,15 +87,30 @@ def _read_messages(prompt: Json, *, where: str) -> tuple[Mapping[str, Json], ...
 def _read_message(message: Json, *, where: str, field: str) -> Mapping[str, Json]:
     if not isinstance(message, dict):
         raise DataError(f"{where}, field `{field}`: expected an object with role and content, found {_show(message)}.")
-    for key in ("role", "content"):
-        if not isinstance(message.get(key), str):
-            raise DataError(f"{where}, field `{field}.{key}`: expected a string, found {_show(message.get(key))}.")
-    if not message["role"]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise DataError(f"{where}, field `{field}.role`: expected a string, found {_show(role)}.")
+    if not role:
         raise DataError(f"{where}, field `{field}.role`: expected a role such as 'user', found an empty string.")
-    _check_unicode(message["content"], where=where, field=f"{field}.content")
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_part(part, where=where, field=f"{field}.content[{index}]")
+    elif isinstance(content, str):
+        _check_unicode(content, where=where, field=f"{field}.content")
+    else:
+        raise DataError(f"{where}, field `{field}.content`: expected a string, found {_show(content)}.")
     # Arrow adds every key of the column to each message, but templates test whether a key is present.
     kept: dict[str, Json] = encodable_json({key: value for key, value in message.items() if value is not None})
     return kept
+
+
+def _check_part(part: Json, *, where: str, field: str) -> None:
+    """Check a part of a message with images, as `ImageReader` leaves it."""
+    if isinstance(part, dict) and part.get("type") == "image" and isinstance(part.get("digest"), str):
+        return
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise DataError(f"{where}, field `{field}`: expected a part of type 'text' or 'image', found {_show(part)}.")
+    _check_unicode(part["text"], where=where, field=field)
 
 
 def _read_ground_truth(row: Mapping[str, Json], *, where: str, is_required: bool) -> Json:

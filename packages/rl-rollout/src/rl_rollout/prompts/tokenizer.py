@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +14,12 @@ import numpy as np
 
 from rl_core.data import IntArray, Json, encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.files import count_values, read_plain, run_trial
+from rl_core.files import count_values, read_json_object, read_plain, run_trial
+from rl_core.images import ImageProcessor, ImageStore
 from rl_core.record_fields import converts_arguments
 from rl_rollout.engines.model_folder import VOCABULARY_FILES, check_config, has_tokenizer
 from rl_rollout.engines.response_text import Decode, ResponseText
+from rl_rollout.prompts.image_tokens import ImageTokens
 from rl_rollout.prompts.within import call_within
 
 COMPANION_FILES = (
@@ -54,6 +57,7 @@ class PromptTokenizer:
         chat_template: str | None = None,
         template_options: Mapping[str, Json] | None = None,
         date: datetime.date | None = None,
+        image_folder: Path | None = None,
     ) -> None:
         """Wrap a tokenizer that is already loaded.
 
@@ -62,6 +66,7 @@ class PromptTokenizer:
             chat_template: Jinja text used instead of the tokenizer's own template.
             template_options: Variables of the template, such as {"enable_thinking": False}.
             date: Day that the template prints as today's; None is today, for as long as this object lives.
+            image_folder: Folder of the run's `ImageStore`, for `images`.
 
         Raises:
             SettingsError: The template draws random numbers, so no prompt could be rendered twice.
@@ -70,6 +75,7 @@ class PromptTokenizer:
         self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         self._chat_template = chat_template or tokenizer.chat_template
         self._template_options = dict(template_options or {})
+        self._image_folder = image_folder
         self._prints_date = "strftime_now" in str(self._chat_template)
         self._midnight = datetime.datetime.combine(date or datetime.date.today(), datetime.time())
         if self._chat_template and _draws(str(self._chat_template)):
@@ -87,6 +93,7 @@ class PromptTokenizer:
         chat_template: str | None = None,
         template_options: Mapping[str, Json] | None = None,
         date: datetime.date | None = None,
+        image_folder: Path | None = None,
     ) -> "PromptTokenizer":
         """Load the tokenizer of a model folder. Nothing is downloaded, and no code of the folder runs.
 
@@ -118,12 +125,46 @@ class PromptTokenizer:
             raise SettingsError(
                 f"{folder}: transformers cannot load the tokenizer ({type(error).__name__}: {error})."
             ) from error
-        return cls(tokenizer, chat_template=chat_template, template_options=template_options, date=date)
+        return cls(
+            tokenizer,
+            chat_template=chat_template,
+            template_options=template_options,
+            date=date,
+            image_folder=image_folder,
+        )
 
     @property
     def wrapped(self) -> Any:
         """The transformers tokenizer, for libraries that require one."""
         return self._tokenizer
+
+    @cached_property
+    def sees_images(self) -> bool:
+        """True if the model in the tokenizer's folder takes images."""
+        config = Path(self._name) / "config.json"
+        return config.is_file() and "vision_config" in read_json_object(config, error=SettingsError)
+
+    @cached_property
+    def image_processor(self) -> ImageProcessor:
+        """What turns images into tokens of a prompt.
+
+        Raises:
+            SettingsError: The model takes no images, or its folder has no image processor that transformers can load.
+        """
+        if not self.sees_images:
+            raise SettingsError(f"{self._name} takes no images. Use a model that does, or remove the images.")
+        return ImageProcessor.load(Path(self._name))
+
+    @cached_property
+    def images(self) -> ImageTokens | None:
+        """The tokens of images that the run keeps; None for a model of text, or without `image_folder`.
+
+        Raises:
+            SettingsError: The model's folder has no image processor that transformers can load.
+        """
+        if self._image_folder is None or not self.sees_images:
+            return None
+        return ImageTokens(self.image_processor, ImageStore(self._image_folder))
 
     @property
     def has_chat_template(self) -> bool:

@@ -132,12 +132,13 @@ def unusable_parts(manifest: Manifest, live: Mapping[str, Json]) -> tuple[Differ
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """Return a digest of a prompt's tokens, messages, data source, ground truth and columns, without its uid.
+    """Return a digest of a prompt's tokens, images, messages, data source, ground truth and columns, without its uid.
 
     Raises:
         DataError: A field is not JSON.
     """
     content = [list(prompt.messages), prompt.data_source, prompt.ground_truth, dict(prompt.columns)]
+    content += [[one.digest, one.start] for one in prompt.images]
     text = _as_json(content, f"messages, ground truth and columns of prompt {prompt.uid!r}", sort_keys=True)
     digest = hashlib.blake2b(prompt.input_ids.astype("<i4").tobytes(), digest_size=DIGEST_BYTES)
     digest.update(text.encode())

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data import ExpertArray, Json, Prompt, Timings, Trajectory, offsets_of
+from rl_core.data import ExpertArray, ImageSpan, Json, Prompt, Timings, Trajectory, offsets_of
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files import count_values, load_json, preview
 from rl_rollout.loops.protocol import SessionResult
@@ -38,7 +38,7 @@ PLACE = ("prompt_uid", "session_index", "output_index")
 NOT_IN_RECORDS = ("error", "rescored", "reward_wait_s", *PLACE, *TOKEN_DTYPES, "routed_experts")
 RECORD_FIELDS: dict[type, list[str]] = {
     kind: [field.name for field in fields(kind) if field.name not in NOT_IN_RECORDS]
-    for kind in (GroupResult, Prompt, SessionResult, Trajectory, Timings)
+    for kind in (GroupResult, Prompt, SessionResult, Trajectory, Timings, ImageSpan)
 }
 """Fields in the JSON document, of each type of record."""
 MAX_RECORDS_BYTES = 1 << 28

@@ -2,7 +2,7 @@
 
 from rl_rollout.tools.function import FunctionTool, tool
 from rl_rollout.tools.mcp_options import McpServerOptions
-from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, tool_schema
+from rl_rollout.tools.protocol import CallOutcome, TextAndImages, Tool, ToolCall, ToolResult, tool_schema
 from rl_rollout.tools.runner import TOOLS, CallOptions, ToolBox, ToolRunner, resolve_tool, resolve_tools
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "CallOutcome",
     "FunctionTool",
     "McpServerOptions",
+    "TextAndImages",
     "Tool",
     "ToolBox",
     "ToolCall",

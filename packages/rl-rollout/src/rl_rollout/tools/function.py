@@ -9,7 +9,7 @@ from typing import Any, overload
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_rollout.rewards.outputs import preview
-from rl_rollout.tools.protocol import result_text
+from rl_rollout.tools.protocol import TextAndImages, result_of
 from rl_rollout.user_code import BlockingCalls
 
 MAX_SHOWN_FAULTS = 5
@@ -141,7 +141,7 @@ class FunctionTool:
         """Call the function directly."""
         return self._function(*args, **kwargs)
 
-    async def call(self, arguments: Mapping[str, Json]) -> str:
+    async def call(self, arguments: Mapping[str, Json]) -> str | TextAndImages:
         """Run one call, as `Tool.call` does. A plain `def` runs in a thread, which is abandoned on cancellation.
 
         Raises:
@@ -150,11 +150,11 @@ class FunctionTool:
         """
         bound = self._bind(arguments)
         if self._is_async:
-            return result_text(await self._function(**bound))
+            return result_of(await self._function(**bound))
         value, error = await self._blocking.run(lambda: self._function(**bound))
         if error is not None:
             raise error
-        return result_text(value)
+        return result_of(value)
 
     def close(self) -> None:
         """Stop the idle threads."""
@@ -194,7 +194,8 @@ def tool(
 
     The schema comes from the signature: str, int, float, bool, list, dict, Literal, dataclasses, unions, defaults. The
     description is the docstring before its first section; `Args:` describes each parameter. A text result goes to the
-    model unchanged, any other result as JSON.
+    model unchanged, any other result as JSON. A list of a message's parts, `{"type": "text", "text": ...}` and
+    `{"type": "image", "image": b"..."}`, goes to a model that takes images as its text and images.
 
     Args:
         function: The function. A `def` runs in a thread, so it may block.

@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, field, is_dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rl_core.data import Json
 from rl_core.errors import ToolError
@@ -15,6 +15,18 @@ CallOutcome = Literal[
     "ok", "truncated", "unknown_tool", "malformed_call", "bad_arguments", "raised", "timed_out", "too_large"
 ]
 """How a call ended. All but "ok" and "truncated" are errors, which the model gets as text."""
+
+
+class TextAndImages(NamedTuple):
+    """A tool's result with images.
+
+    Attributes:
+        text: Text for the model.
+        images: Encoded images, such as PNG, for the model after the text.
+    """
+
+    text: str
+    images: tuple[bytes, ...]
 
 
 class Tool(Protocol):
@@ -35,8 +47,8 @@ class Tool(Protocol):
         """JSON schema of its arguments, an object."""
         ...
 
-    async def call(self, arguments: Mapping[str, Json]) -> str:
-        """Run one call.
+    async def call(self, arguments: Mapping[str, Json]) -> "str | TextAndImages":
+        """Run one call. Return text, or text and images.
 
         The model gets any exception as text: a DataError as invalid arguments, a ToolError with its own message, and
         others with their type. A call that times out is cancelled.
@@ -67,11 +79,13 @@ class ToolResult:
         call: The call.
         text: Text for the model.
         outcome: How it ended.
+        images: Digests of images for the model, after the text.
     """
 
     call: ToolCall
     text: str
     outcome: CallOutcome = "ok"
+    images: tuple[str, ...] = ()
 
     @property
     def is_error(self) -> bool:
@@ -83,6 +97,25 @@ def tool_schema(tool: Tool) -> dict[str, Json]:
     """Return a tool's schema for chat templates: `{"type": "function", "function": {...}}`."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
+
+
+def result_of(value: Any) -> str | TextAndImages:
+    """Return a function's result as `result_text`, or as parts if it is a list of a message's parts with images.
+
+    Raises:
+        ToolError: A part is neither text nor an image with bytes, or the value must be awaited or iterated.
+    """
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in value] if isinstance(value, list) else []
+    if "image" not in kinds:
+        return result_text(value)
+    texts = [part["text"] for part in value if part.get("type") == "text" and isinstance(part.get("text"), str)]
+    images = [part["image"] for part in value if part.get("type") == "image" and isinstance(part.get("image"), bytes)]
+    if len(texts) + len(images) < len(value):
+        raise ToolError(
+            'a tool\'s parts must be {"type": "text", "text": ...} and {"type": "image", "image": bytes of a file such '
+            f"as PNG}}; found parts of type {kinds}."
+        )
+    return TextAndImages("\n".join(texts), tuple(images))
 
 
 def result_text(value: Any) -> str:

@@ -9,11 +9,21 @@ from annotated_types import Gt
 
 from rl_core.data import Json, encodable, encodable_json
 from rl_core.errors import DataError, SettingsError, ToolError
+from rl_core.images import ImageStore
 from rl_core.record_fields import PositiveInt, settings_record
 from rl_core.registry import Registry, unknown_name
 from rl_rollout.rewards.outputs import cut, preview, preview_error
 from rl_rollout.tools.function import FunctionTool
-from rl_rollout.tools.protocol import CallOutcome, Tool, ToolCall, ToolResult, refuse_unfinished, shortened, tool_schema
+from rl_rollout.tools.protocol import (
+    CallOutcome,
+    TextAndImages,
+    Tool,
+    ToolCall,
+    ToolResult,
+    refuse_unfinished,
+    shortened,
+    tool_schema,
+)
 from rl_rollout.user_code import find_in, outcome_within
 
 TOOLS: Registry[Any] = Registry("tool", {}, group="rl_rollout.tools")
@@ -117,9 +127,18 @@ class CallOptions:
 class ToolRunner:
     """Calls tools. A tool's error becomes text for the model and a counted outcome."""
 
-    def __init__(self, toolbox: ToolBox, options: CallOptions | None = None) -> None:
-        """Store the tools. Nothing is called yet."""
+    def __init__(
+        self, toolbox: ToolBox, options: CallOptions | None = None, *, images: ImageStore | None = None
+    ) -> None:
+        """Store the tools. Nothing is called yet.
+
+        Args:
+            toolbox: The tools.
+            options: Limits of calls.
+            images: Where tools' images are kept; None for a model that takes none.
+        """
         self._toolbox = toolbox
+        self._images = images
         self._options = options or CallOptions()
         self._slots = asyncio.Semaphore(self._options.max_concurrency)
 
@@ -144,9 +163,21 @@ class ToolRunner:
                 return _failed(call, "timed_out", f"{call.name} did not return within {self._options.timeout_s:g} s.")
         if raised is not None:
             return _raised(call, raised)
+        if isinstance(value, TextAndImages):
+            return await self._with_images(call, value)
         if not isinstance(value, str):
             return _failed(call, "raised", f"{call.name} did not return text ({type(value).__name__}).")
         return self._sized(call, encodable(value))
+
+    async def _with_images(self, call: ToolCall, parts: TextAndImages) -> ToolResult:
+        if self._images is None:
+            return _failed(call, "raised", f"{call.name} returned an image, which this model does not take.")
+        try:
+            digests = [await asyncio.to_thread(self._images.put, data) for data in parts.images]
+        except DataError as error:
+            return _failed(call, "raised", f"{call.name} returned an image that cannot be used: {error}")
+        sized = self._sized(call, encodable(parts.text))
+        return sized if sized.is_error else replace(sized, images=tuple(digests))
 
     def _sized(self, call: ToolCall, text: str) -> ToolResult:
         limit = self._options.max_result_chars

@@ -1,0 +1,285 @@
+"""The images of a row: in parts of its messages, in a column, or at `<image>` in its text."""
+
+import base64
+import binascii
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rl_core.data import Json
+from rl_core.errors import DataError, SettingsError
+from rl_core.files import preview, read_plain, run_trial
+from rl_core.images import MAX_IMAGE_BYTES
+
+COLUMNS = ("images", "image")
+"""Columns that may have the images of a row; the first with any is used."""
+
+PLACEHOLDER = "<image>"
+IMAGE_PARTS = ("image", "image_url", "input_image")
+"""Types of a message's parts that are images."""
+
+SOURCES = ("bytes", "image", "path", "url", "image_url")
+"""Keys of an object that has an image, in the order of preference."""
+
+TRIAL = Path(__file__).with_name("image_trial.py")
+IMAGES_PER_CPU_S = 20
+
+Message = dict[str, Json]
+
+
+class RowImage(NamedTuple):
+    """An encoded image of a row.
+
+    Attributes:
+        digest: SHA-256 of its bytes, in hexadecimal.
+        data: Its bytes.
+        where: File, row and field, for messages.
+    """
+
+    digest: str
+    data: bytes
+    where: str
+
+
+class RowWithImages(NamedTuple):
+    """A row without the bytes of its images.
+
+    Attributes:
+        columns: The row. Each image part of a message is `{"type": "image", "digest": ...}`, and the column of images
+            has their digests.
+        images: The images, in the order of the messages.
+    """
+
+    columns: Mapping[str, Json]
+    images: tuple[RowImage, ...] = ()
+
+
+class ImageReader:
+    """Reads the images of a file's rows.
+
+    Images are bytes in the file, base64 in a `data:` URL, or files in the file's folder or another allowed folder.
+    Nothing is fetched.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        folders: Sequence[Path] = (),
+        max_images: int,
+        columns: Sequence[str] = COLUMNS,
+        plain_as_message: bool = False,
+    ) -> None:
+        """Set what may be read.
+
+        Args:
+            file: The file or folder of the rows. Paths of images are relative to its folder.
+            folders: Other folders whose images may be read.
+            max_images: Maximum number of images in a row.
+            columns: Columns that may have images.
+            plain_as_message: Make a user message of a plain prompt with images.
+        """
+        self._columns = tuple(columns)
+        self._plain_as_message = plain_as_message
+        self._folder = file if file.is_dir() else file.parent
+        self._allowed = tuple(Path(os.path.realpath(one)) for one in (self._folder, *folders))
+        self._max_images = max_images
+
+    def read(self, row: Mapping[str, Json], *, where: str) -> RowWithImages:
+        """Find a row's images, and read them.
+
+        Parts of type "image" without a source of their own take the images of the column, in order. Without such parts,
+        the column's images replace `<image>` in the text, or precede the first user's text.
+
+        Raises:
+            DataError: An image cannot be read, or the column has another number of images than the messages need.
+        """
+        column = next((name for name in self._columns if row.get(name)), None)
+        listed = [] if column is None else _listed(row[column])
+        messages = row.get("prompt")
+        if isinstance(messages, str) and listed and self._plain_as_message:
+            messages = [{"role": "user", "content": messages}]
+        if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+            if not listed:
+                return RowWithImages(row)
+            raise DataError(
+                f"{where}, field `prompt`: a prompt with images must be a list of messages. Write messages, or set "
+                'prompts.plain_prompts = "chat".'
+            )
+        if not listed and not any(isinstance(one.get("content"), list) for one in messages):
+            return RowWithImages(row)
+        messages = [{**one, "content": _parts(one.get("content"))} for one in messages]
+        if listed and not any(map(_is_image, _all_parts(messages))):
+            messages = _placed(messages, len(listed))
+        places = list(_image_places(messages))
+        self._check_count(len(places), where=where)
+        images: list[RowImage] = []
+        of_column: list[int] = []
+        for field, parts, place in places:
+            source = _source(parts[place])
+            if source is None and len(of_column) < len(listed):
+                field, source = f"{column}[{len(of_column)}]", _source(listed[len(of_column)])
+                of_column.append(len(images))
+            images.append(self._read(source, where=f"{where}, field `{field}`"))
+            parts[place] = {"type": "image", "digest": images[-1].digest}
+        if len(of_column) < len(listed):
+            raise DataError(
+                f"{where}, field `{column}`: {len(listed)} images, but the messages have places for {len(of_column)}. "
+                f"Add a part of type 'image' for each, or {PLACEHOLDER!r} in the text."
+            )
+        if not images:
+            return RowWithImages({**row, "prompt": list(map(_with_text, messages))})
+        digests = {} if column is None else {column: [images[index].digest for index in of_column]}
+        return RowWithImages({**row, "prompt": messages, **digests}, tuple(images))
+
+    def _check_count(self, count: int, *, where: str) -> None:
+        if count > self._max_images:
+            raise DataError(
+                f"{where}, field `prompt`: {count} images, more than prompts.max_images = {self._max_images}. "
+                "Raise it, or remove some."
+            )
+
+    def _read(self, source: Json | bytes, *, where: str) -> RowImage:
+        if source is None:
+            columns = " or ".join(f"`{name}`" for name in COLUMNS)
+            raise DataError(
+                f"{where}: a place for an image without one. Name the image there, or in the column {columns}."
+            )
+        data = source if isinstance(source, bytes) else self._named(source, where=where)
+        if not 0 < len(data) <= MAX_IMAGE_BYTES:
+            raise DataError(f"{where}: an image must have 1 to {MAX_IMAGE_BYTES} bytes; it has {len(data)}.")
+        return RowImage(sha256(data).hexdigest(), data, where)
+
+    def _named(self, name: Json, *, where: str) -> bytes:
+        """Return the bytes of an image that a path or a `data:` URL names."""
+        if not isinstance(name, str):
+            raise DataError(f"{where}: expected the bytes or the path of an image; found {preview(name)}.")
+        scheme, colon, rest = name.partition(":")
+        if colon and scheme == "data":
+            try:
+                return base64.b64decode(rest.partition("base64,")[2], validate=True)
+            except binascii.Error as error:
+                raise DataError(f"{where}: a `data:` URL must have base64 ({error}).") from None
+        if rest.startswith("//") and scheme != "file":
+            raise DataError(
+                f"{where}: {preview(name)} is a URL, and nothing is fetched. Download the images, and name their files."
+            )
+        path = Path(os.path.realpath(self._folder / name.removeprefix("file://")))
+        if not any(path.is_relative_to(folder) for folder in self._allowed):
+            raise DataError(
+                f"{where}: {path} is not in {self._allowed[0]}. Add its folder to prompts.image_folders, or move the "
+                "image."
+            )
+        with located(where):
+            return read_plain(path, max_bytes=MAX_IMAGE_BYTES)
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put file, row and field before the message of a refusal."""
+    try:
+        yield
+    except (DataError, SettingsError) as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def try_images(images: Iterable[RowImage]) -> None:
+    """Decode images once in a child process, which a damaged one may crash.
+
+    Raises:
+        DataError: An image cannot be decoded. The message names file, row and field.
+    """
+    distinct = {one.digest: one for one in images}
+    if not distinct:
+        return
+    with tempfile.TemporaryDirectory(prefix="images-") as folder:
+        paths = {one.digest: Path(folder) / one.digest for one in distinct.values()}
+        for digest, path in paths.items():
+            path.write_bytes(distinct[digest].data)
+        run_trial(
+            TRIAL,
+            {"files": [[str(path), distinct[digest].where] for digest, path in paths.items()]},
+            files=list(paths.values()),
+            libraries=["pillow"],
+            extra_cpu_s=len(paths) // IMAGES_PER_CPU_S,
+            what="a prompt",
+        )
+
+
+def _listed(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else [value]
+
+
+def _parts(content: Json) -> Json:
+    """Return content as a list of parts; anything else than text and a list stays."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return content
+    # Arrow adds every key of the column to each part.
+    return [
+        {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+        for part in content
+    ]
+
+
+def _all_parts(messages: Iterable[Mapping[str, Json]]) -> Iterator[Json]:
+    return (part for one in messages if isinstance(one.get("content"), list) for part in one["content"])
+
+
+def _image_places(messages: Sequence[Message]) -> Iterator[tuple[str, list[Json], int]]:
+    """Yield the field of each image, the list that has its part, and the part's index there."""
+    for index, message in enumerate(messages):
+        parts = message["content"]
+        for place, part in enumerate(parts if isinstance(parts, list) else ()):
+            if _is_image(part):
+                yield f"prompt[{index}].content[{place}]", parts, place
+
+
+def _is_image(part: Json) -> bool:
+    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+
+
+def _source(value: Any) -> Json | bytes:
+    """Return the bytes, path or URL in an object that has an image; None if it has none."""
+    while isinstance(value, dict):  # such as {"type": "image_url", "image_url": {"url": ...}}
+        value = next((value[key] for key in SOURCES if value.get(key) is not None), None)
+    return bytes(value) if isinstance(value, bytearray) else value
+
+
+def _placed(messages: list[Message], count: int) -> list[Message]:
+    """Put parts for images at the placeholders in the text, or before the first user's text."""
+    if not any(PLACEHOLDER in part.get("text", "") for part in _all_parts(messages) if isinstance(part, dict)):
+        first = next((one for one in messages if one.get("role") == "user" and isinstance(one["content"], list)), None)
+        images = [{"type": "image"}] * count
+        return [{**one, "content": [*images, *one["content"]]} if one is first else one for one in messages]
+    return [
+        {**one, "content": [piece for part in one["content"] for piece in _split(part)]}
+        if isinstance(one["content"], list)
+        else one
+        for one in messages
+    ]
+
+
+def _split(part: Json) -> Iterator[Json]:
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        yield part
+        return
+    for index, text in enumerate(part["text"].split(PLACEHOLDER)):
+        if index:
+            yield {"type": "image"}
+        if text:
+            yield {"type": "text", "text": text}
+
+
+def _with_text(message: Message) -> Message:
+    """Return a message whose content is text, if all of its parts are; templates of text expect it."""
+    parts = message["content"]
+    is_text = isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    )
+    return {**message, "content": "".join(part["text"] for part in parts)} if is_text else message
