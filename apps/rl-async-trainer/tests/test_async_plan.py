@@ -33,7 +33,7 @@ def test_what_has_no_process_of_its_own_is_in_that_of_its_role(tmp_path: Path, p
         "policy": {"path": tmp_path},
         "prompts": {"train": "train.jsonl"},
         "reward": {"function": "exact_match"},
-        "rollout": {"placement": placement},
+        "rollout": {"engine": "vllm", "placement": placement},
     }
     settings = build_settings(values, kind=AsyncSettings)
     text = describe_async_plan(settings, invented_inputs(train=30))
