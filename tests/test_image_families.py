@@ -22,6 +22,7 @@ from rl_core.weights import folder_views
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.checkpoints.merged_folder import merge_adapter
 from rl_distill.learner import MetricSums, MicroBatch
+from rl_distill.megatron.images import joined_inputs
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.transformers_chunk import TransformersModel
@@ -387,3 +388,24 @@ def test_an_adapter_changes_only_language_layers_and_is_that_of_peft(
         served = torch.cat([class_logprobs(other, rows, batch, row) for row in range(len(batch))])
         assert np.abs(found - served.detach().numpy()).max() <= CLOSE
     learner.close()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.soak)])
+def test_recomputation_and_bfloat16_train_with_images(
+    name: str, folder: Path, rows: Rows, options: LearnerOptions
+) -> None:
+    found = []
+    for changes in ({}, {"recompute": "full"}, {"dtype": "bfloat16"}):
+        learner = MegatronLearner(folder, replace(options, trains_vision=True, **changes))
+        found.append(learner.train_step(rows.batch, supervised_objective))
+        learner.close()
+    plain, recomputed, rounded = found
+    assert relative(recomputed.loss, plain.loss) <= 1e-6
+    assert relative(recomputed.grad_norm, plain.grad_norm) <= 1e-6
+    assert relative(rounded.loss, plain.loss) <= 0.05
+
+
+def test_inputs_of_images_that_do_not_fit_together_are_refused() -> None:
+    parts = [{"pixel_values": torch.zeros(1, num_parts, 3)} for num_parts in (2, 3)]
+    with pytest.raises(SettingsError, match=r"several images must have one shape .* \[\(2, 3\), \(3, 3\)\]"):
+        joined_inputs(parts)
