@@ -162,6 +162,8 @@ ALTERNATIVES: Mapping[str, Other] = {
     ),
     "optimizer.offload_optimizer": other(True),
     "optimizer.num_threads": other(1),
+    "optimizer.image_folder": other("{folder}"),  # refused, as is the next
+    "optimizer.trains_vision": other(True),
     "optimizer.seed": other(1),
     "lora.rank": other(2),
     "lora.alpha": other(3.0, LORA),

@@ -51,6 +51,8 @@ def lora_problems(settings: Settings) -> Iterator[str]:
 
 def trainable_problems(settings: Settings) -> Iterator[str]:
     """Problems of the policy and of a separate critic that the folder checks do not cover."""
+    if settings.optimizer.image_folder is not None:
+        yield "optimizer.image_folder is the run's own folder of images. Leave it out."
     yield from _problems(settings, settings.policy.path, "policy.path", lora=settings.lora)
     if needs_critic(settings) and settings.critic.path not in (None, settings.policy.path):
         yield from _problems(settings, settings.critic.path, "critic.path", lora=LoraOptions())
