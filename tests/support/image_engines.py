@@ -14,7 +14,15 @@ from transformers import AutoModelForImageTextToText
 from rl_core.data import FloatArray, ImageSpan, IntArray
 from rl_core.images import ImageProcessor, ImageStore, encode_image
 from rl_core.images.pixels import joined_pixels
-from rl_core.weights import Canary, ProofTolerances, PublishReport, TensorTransport, WeightUpdate, folder_views, publish_weights
+from rl_core.weights import (
+    Canary,
+    ProofTolerances,
+    PublishReport,
+    TensorTransport,
+    WeightUpdate,
+    folder_views,
+    publish_weights,
+)
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 
 SIZES = ((56, 84), (56, 84), (112, 56))

@@ -11,7 +11,7 @@ from image_engines import ImagePrompts
 from image_families import make_image_family
 
 from rl_core.data import ImageSpan
-from rl_core.errors import EngineError, ShapeError, SettingsError
+from rl_core.errors import EngineError, SettingsError, ShapeError
 from rl_core.images import pixel_digest
 from rl_core.weights import Canary
 from rl_rollout.engines.process import ProcessEngine
