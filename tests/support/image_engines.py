@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from rl_core.data import FloatArray, ImageSpan, IntArray
-from rl_core.images import ImageProcessor, ImageStore, encode_image
-from rl_core.images.pixels import joined_pixels
+from rl_core.images import ImageProcessor, ImageStore, encode_image, joined_pixels
 from rl_core.weights import (
     Canary,
     ProofTolerances,

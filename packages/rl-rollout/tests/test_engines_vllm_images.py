@@ -140,5 +140,5 @@ def test_images_that_vllm_computes_wrongly_are_refused(
     tmp_path_factory: pytest.TempPathFactory, learner_process_group: None
 ) -> None:
     """On CPUs, vLLM's attention lets a token of an image see only those before it."""
-    with pytest.raises(EngineError, match="could not|does not compute on CPUs|no module or parameter"):
+    with pytest.raises(EngineError, match=r"does not compute on CPUs"):
         started(made("gemma3", tmp_path_factory))
