@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from image_engines import ImagePrompts
 from image_families import make_image_family
+from safetensors.torch import load_file, save_file
 
 from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
@@ -140,5 +141,9 @@ def test_images_that_vllm_computes_wrongly_are_refused(
     tmp_path_factory: pytest.TempPathFactory, learner_process_group: None
 ) -> None:
     """On CPUs, vLLM's attention lets a token of an image see only those before it."""
+    prompts = made("gemma3", tmp_path_factory)
+    file = prompts.model_dir / "model.safetensors"
+    names = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in load_file(file)}
+    save_file({names[name]: tensor for name, tensor in load_file(file).items()}, file)  # as vLLM knows them
     with pytest.raises(EngineError, match=r"does not compute on CPUs"):
-        started(made("gemma3", tmp_path_factory))
+        started(prompts)
