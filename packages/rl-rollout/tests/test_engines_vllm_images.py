@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from image_engines import ImagePrompts
 from image_families import make_image_family
-from safetensors.torch import load_file, save_file
 
-from rl_core.errors import EngineError
 from rl_rollout.engines.protocol import GenerateRequest, SamplingParams
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
 
@@ -63,11 +61,11 @@ def test_three_updates_reach_every_tensor_and_cache(engine: VLLMEngine, prompts:
 def test_a_sample_that_runs_during_an_update_sees_its_images_with_the_new_weights(
     engine: VLLMEngine, prompts: ImagePrompts
 ) -> None:
-    """The second sample has copied the first one's prompt, and must compute the image itself after the update."""
+    """The later samples have copied the first one's prompt, and must embed the image themselves after the update."""
     ids, spans = prompts.with_images(0)
     prompts.publish(engine, 4)
     sampling = SamplingParams(max_tokens=100, seed=5)
-    request = GenerateRequest(input_ids=ids, images=spans, sampling=sampling, num_samples=2)
+    request = GenerateRequest(input_ids=ids, images=spans, sampling=sampling, num_samples=4)
     stepper: Any = engine._stepper
 
     async def run() -> Any:
@@ -78,14 +76,16 @@ def test_a_sample_that_runs_during_an_update_sees_its_images_with_the_new_weight
         await engine.update_weights(update)
         return await running
 
-    for sample in asyncio.run(run()):
+    samples, num_spanning = asyncio.run(run()), 0
+    for sample in samples:
         (new,) = np.nonzero(sample.policy_versions == 5)
         (strays,) = np.nonzero(sample.token_ids == prompts.processor.token_id)
         end = int(strays[0]) if len(strays) else len(sample.token_ids)
         expected = prompts.reference(np.concatenate([ids, sample.token_ids[:end]]), spans)[len(ids) - 1 :]
         kept = new[new < end]
-        assert 0 < len(new) < len(sample.token_ids)
+        num_spanning += 0 < len(new) < len(sample.token_ids)
         np.testing.assert_allclose(sample.logprobs[kept], expected[kept], atol=1e-4)
+    assert num_spanning  # others may end before
 
 
 def test_equal_images_share_caches_and_other_images_do_not(
@@ -134,16 +134,3 @@ def test_nothing_of_torchvision_is_used_or_left(engine: VLLMEngine) -> None:
 
         with pytest.raises(AttributeError, match=r"uses torchvision\.transforms\.v2\.functional\.resize"):
             functional.resize(None)
-
-
-@pytest.mark.soak
-def test_images_that_vllm_computes_wrongly_are_refused(
-    tmp_path_factory: pytest.TempPathFactory, learner_process_group: None
-) -> None:
-    """On CPUs, vLLM's attention lets a token of an image see only those before it."""
-    prompts = made("gemma3", tmp_path_factory)
-    file = prompts.model_dir / "model.safetensors"
-    names = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in load_file(file)}
-    save_file({names[name]: tensor for name, tensor in load_file(file).items()}, file)  # as vLLM knows them
-    with pytest.raises(EngineError, match=r"does not compute on CPUs"):
-        started(prompts)
