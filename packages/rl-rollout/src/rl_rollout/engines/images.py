@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import ImageSpan, IntArray
 from rl_core.errors import DataError, EngineError
-from rl_core.images import ImageProcessor, ImageStore, pixel_digest
-from rl_core.images.pixels import joined_pixels
+from rl_core.images import ImageProcessor, ImageStore, joined_pixels, pixel_digest
 
 MAX_IMAGES = 64
 """Maximum number of images in a sequence."""

@@ -110,8 +110,8 @@ def _check_images(images: Sequence[ImageSpan], traits: EngineTraits) -> None:
         return
     if not traits.max_images:
         raise EngineError(
-            f"{traits.name} accepts no images. Start it with image_folder, the folder of an ImageStore, and a model that "
-            "takes images."
+            f"{traits.name} accepts no images. Start it with image_folder, the folder of an ImageStore, and a model "
+            "that takes images."
         )
     raise EngineError(
         f"a sequence must have at most {traits.max_images} images; found {len(images)}. Drop prompts with more."

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_core.images.pixels import joined_pixels
+from rl_core.images import joined_pixels
 from rl_rollout.engines.stepper import Sample
 
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")

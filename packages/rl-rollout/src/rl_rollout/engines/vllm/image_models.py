@@ -38,7 +38,9 @@ TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.
 class _NoTorchvision(ModuleType):
     """Stands for a module of torchvision while a model is imported. Whatever uses it fails."""
 
-    __path__: list[str] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -59,7 +61,7 @@ def without_torchvision() -> Iterator[None]:
         yield
         return
     modules = {name: _NoTorchvision(name) for name in (*TORCHVISION, f"{TORCHVISION[-1]}.functional")}
-    modules[TORCHVISION[-1]].functional = modules[f"{TORCHVISION[-1]}.functional"]
+    vars(modules[TORCHVISION[-1]])["functional"] = modules[f"{TORCHVISION[-1]}.functional"]
     verbosity = get_verbosity()
     set_verbosity_error()  # else it asks to install torchvision
     sys.modules.update(modules)
@@ -83,23 +85,19 @@ def register_architectures(model_dir: Path) -> None:
             ModelRegistry.register_model(name, model.load_model_cls())
 
 
+_load_as_vllm = registry._LazyRegisteredModel.load_model_cls
+
+
 def serve_our_images() -> None:
-    """Replace what vLLM would ask its processors, in this process: import models, and limits of images."""
-    lazy = registry._LazyRegisteredModel
-    if lazy.load_model_cls is not _load_model_class:
-        global _load_as_vllm
-        _load_as_vllm = lazy.load_model_cls
-        lazy.load_model_cls = _load_model_class
-        MultiModalRegistry.create_processor = _create_processor
-        output.strip_covered_mm_data = _all_features
+    """Make vLLM in this process import its models of images, ask none of its processors, and keep our features."""
+    registry._LazyRegisteredModel.load_model_cls = _load_model_class
+    MultiModalRegistry.create_processor = _create_processor
+    output.strip_covered_mm_data = _all_features
 
 
 def _load_model_class(model: Any) -> Any:
     with without_torchvision():
         return _load_as_vllm(model)
-
-
-_load_as_vllm: Any = None
 
 
 def _all_features(features: list[MultiModalFeatureSpec], *_: Any, **__: Any) -> list[MultiModalFeatureSpec]:

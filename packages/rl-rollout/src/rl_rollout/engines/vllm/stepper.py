@@ -109,6 +109,7 @@ class VLLMStepper:
         self._core: Any = self._client.engine_core
         self._workers_end = self._take_workers()
         try:
+            self._images = ImageFeatures(self._engine.model_config) if options.image_folder is not None else None
             self._live_names = self._prove_first_weights(model_dir, options.dtype)
             self._core.collective_rpc("score_in_pieces")
             if self._is_cpu:
@@ -119,7 +120,6 @@ class VLLMStepper:
             self.close()
             raise
         model_config = self._engine.model_config
-        self._images = ImageFeatures(model_config) if options.image_folder is not None else None
         device = current_platform.device_type
         self._traits = EngineTraits(
             name=f"vllm {vllm_version} ({device}, {options.dtype})",
