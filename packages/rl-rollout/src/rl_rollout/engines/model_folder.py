@@ -43,6 +43,7 @@ def require_model_folder(model_dir: Path) -> None:
         _read(model_dir / name)
 
 
+@converts_arguments
 def takes_images(model_dir: Path) -> bool:
     """Return True if the folder has a model that takes images, with its image processor."""
     files = ("preprocessor_config.json", "processor_config.json")

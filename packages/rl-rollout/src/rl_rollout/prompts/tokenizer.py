@@ -50,6 +50,7 @@ BYTES_PER_S = 100_000
 class PromptTokenizer:
     """A Hugging Face tokenizer, for prompts and responses."""
 
+    @converts_arguments
     def __init__(
         self,
         tokenizer: Any,
