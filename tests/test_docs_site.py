@@ -154,7 +154,7 @@ def test_names_settings_metrics_and_files_are_links(site: Path, name: str, targe
 ANSWERS = (
     ("How do I start?", ("README.html",), "nox -s train"),
     ("Where is verl's rollout.n?", ("reference.html", "docs/settings.html"), "rollout.group_size"),
-    ("Is there an FSDP backend?", ("guides.html", "docs/guides/from-verl.html"), "no FSDP backend"),
+    ("Is there an FSDP backend?", ("guides.html", "docs/guides/from-verl.html"), "is FSDP, for models of transformers"),
     ("What is clip-higher here?", ("guides.html", "docs/guides/from-verl.html"), "algorithm.clip_high"),
     ("How do I use my own reward?", ("docs/recipes.html",), "--reward.function="),
     ("How do I resume a run after kill -9?", ("docs/recipes.html",), "--resume"),

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from offered_weights import OfferedTo, assert_offered
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.data import FloatArray, offsets_of
@@ -380,6 +381,53 @@ def test_longrope_is_exact_up_to_the_length_that_fixes_its_angles(tmp_path: Path
     with pytest.raises(ShapeError, match=r"at most 14 tokens.*row 1 has 15"):
         learner.logprobs(make_batch((9, 15)))
     learner.close()
+
+
+SIZES = {"vocab_size": 128, "hidden_size": 32}
+SMALL = {**SIZES, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+PROPHETS = {f"num_{part}_{of}": 2 for part in ("encoder", "decoder") for of in ("layers", "attention_heads")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "says"),
+    [
+        ("bert", SMALL, "BertLMHeadModel cannot be trained: its tokens see later ones.*set is_decoder = true"),
+        (
+            "xmod",
+            {"is_decoder": True, "languages": ["en", "de"]},
+            "XmodForCausalLM cannot be trained: .* single row of",
+        ),
+        ("prophetnet", {**SIZES, **PROPHETS}, "ProphetNetForCausalLM cannot be trained: .* single row of tokens"),
+    ],
+)
+def test_a_class_that_does_not_predict_tokens_from_earlier_ones_is_refused(
+    kind: str, fields: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(kind, **fields)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match=says):
+        MegatronLearner(tmp_path, OPTIONS)
+
+
+def test_an_encoder_that_is_a_decoder_trains(tmp_path: Path) -> None:
+    """RoBERTa counts positions from the padding token's id."""
+    config = AutoConfig.for_model("roberta", **SMALL, is_decoder=True, max_position_embeddings=64)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(tmp_path)
+    learner, batch = MegatronLearner(tmp_path, OPTIONS), make_batch()
+    expected, *_ = class_step(class_of(tmp_path), batch)
+    assert np.abs(learner.logprobs(batch).values - expected).max() <= 2e-5
+    learner.close()
+
+    async def scores() -> list[FloatArray]:
+        engine = TransformersEngine(tmp_path, TransformersOptions(dtype="float32", device="cpu", max_model_len=32))
+        await engine.start()
+        found = await engine.score(list(batch.ragged("input_ids")))
+        await engine.close()
+        return [one.logprobs[:, 0] for one in found]
+
+    assert np.abs(np.concatenate(asyncio.run(scores())) - expected).max() <= 1e-4
 
 
 def test_a_conversion_that_writes_into_its_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

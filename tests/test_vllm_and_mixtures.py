@@ -335,7 +335,7 @@ def test_experts_that_can_neither_be_read_nor_asked_are_refused(
 
 def test_vllm_still_needs_to_be_told_to_pack(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run last on each engine. If this fails, vLLM packs experts itself: see `WHAT_TO_DO`."""
-    monkeypatch.setattr("rl_rollout.engines.vllm.worker.before_reload", lambda model: None)
+    monkeypatch.setattr("rl_rollout.engines.vllm.worker.before_reload", lambda model: {})
     tensors = perturbed(mixture.weights, scale=0.02)
     update = packed(tensors, version=8)
     try:

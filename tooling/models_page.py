@@ -35,6 +35,11 @@ MISTRAL = {
 }
 
 
+def capitalized(text: str) -> str:
+    """Return a text as the beginning of a sentence; vLLM keeps its name."""
+    return text if text.startswith("vLLM") else text[0].upper() + text[1:]
+
+
 def page() -> str:
     """Return the page's text."""
     table, results = runpy.run_path(str(TABLE)), json.loads(RESULTS.read_text())
@@ -43,7 +48,7 @@ def page() -> str:
     parts = {
         "example": example(),
         "families": "\n".join(row(results[name], notes.get(unserved.get(name))) for name in names),
-        "reasons": "\n".join(f"{number}. {reason[0].upper()}{reason[1:]}." for reason, number in notes.items()),
+        "reasons": "\n".join(f"{number}. {capitalized(reason)}." for reason, number in notes.items()),
     }
     text = TEXT.read_text()
     for name, part in parts.items():

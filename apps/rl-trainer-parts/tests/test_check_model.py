@@ -106,9 +106,23 @@ def test_layers_with_a_state_are_padded(tmp_path: Path, printed: Any):
     assert "rows         padded, because layers keep a state from token to token; no shared prefixes" in printed()
 
 
+def test_fields_that_the_class_does_not_have_are_ignored(tmp_path: Path, printed: Any):
+    config = {name: value for name, value in MISTRAL.items() if name != "architectures"}
+    assert check(config | {"my_layers": 5000, "my_experts": 10**6}, tmp_path) == 0
+    assert printed()[0] == "model        MistralForCausalLM in DIR"
+
+
 @pytest.mark.parametrize(
     ("config", "refused"),
     [
+        (
+            {"architectures": ["MistralForCausalLM"], **SIZES},
+            "config.json must have a model_type, the architecture's name",
+        ),
+        (
+            QWEN3 | {"model_type": "llama"},
+            "architecture Qwen3ForCausalLM is not supported: the causal language model of",
+        ),
         ({**MISTRAL, "model_type": "no_such"}, "model_type must be one of transformers"),
         ({**MISTRAL, "quantization_config": {"bits": 4}}, "config.json has quantization_config, and quantized weights"),
         ({**MISTRAL, "num_hidden_layers": 10**9}, "config.json must have num_hidden_layers <= 1024; found 1000000000."),

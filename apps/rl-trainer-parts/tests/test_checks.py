@@ -152,7 +152,7 @@ def test_values_that_must_be_above_zero(folder: Path, name: str, value: float) -
         (
             {"prompts.max_tokens": 4000, "rollout.max_response_tokens": 97},
             "prompts.max_tokens = 4000 and rollout.max_response_tokens = 97 add up to 4097 tokens, more than the "
-            "model's max_position_embeddings = 4096. Lower one of them.",
+            "model's positions = 4096. Lower one of them.",
         ),
         (
             {"vllm.max_model_len": 2047},

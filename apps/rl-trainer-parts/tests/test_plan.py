@@ -127,7 +127,7 @@ def test_the_plan_says_which_engine_was_chosen_and_why(
     policy: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = EngineChoice(name=name, reason="vLLM was asked")
-    monkeypatch.setattr(engine_choice, "choose_engine", lambda folder: chosen)
+    monkeypatch.setattr(engine_choice, "choose_engine", lambda folder, dtype: chosen)
     lines = describe_plan(plan_settings(policy, rollout={"engine": "auto"}), INPUTS).splitlines()
     at = next(at for at, line in enumerate(lines) if line.startswith(f"  engine     {name}, float32"))
     assert lines[at + 1].strip() == "rollout.engine = auto: vLLM was asked"

@@ -85,10 +85,15 @@ def test_an_architecture_without_layers_of_ours_is_refused_if_they_must_compute_
 
 
 @pytest.mark.parametrize("architectures", [["MyOwnForCausalLM"], [], None])
-@pytest.mark.parametrize("model_type", ["my_own", None, 7])
+@pytest.mark.parametrize("model_type", ["my_own", 7])
 def test_a_model_that_transformers_does_not_know_is_refused(architectures: Any, model_type: Any):
     with pytest.raises(SettingsError, match=r"model_type must be one of .*architectures.*own code is not run"):
         parse_policy_config({**DENSE, "architectures": architectures, "model_type": model_type})
+
+
+def test_a_model_that_names_neither_class_nor_type_is_refused():
+    with pytest.raises(DataError, match=r"config\.json must have a model_type, .*; found none"):
+        parse_policy_config({**DENSE, "architectures": None, "model_type": None})
 
 
 def test_options_that_our_layers_lack_are_left_to_the_class():
@@ -361,7 +366,10 @@ def test_the_digest_of_checkpoints_from_before_glm_is_the_same():
     [
         ({"text_config": {"num_hidden_layers": 10**8}}, "num_hidden_layers <= 1024"),
         ({"n_layers": 10**8}, "n_layers <= 1024"),
-        ({"moe_num_experts": 10**8}, "moe_num_experts <= 16384"),
+        (
+            {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 10**8},
+            "moe_num_experts <= 16384",
+        ),
     ],
 )
 def test_fields_without_end_are_refused_before_a_model_is_built(change: dict[str, Any], says: str):

@@ -33,6 +33,18 @@ def test_vllm_serves_what_it_knows(
     assert choose_engine(folder) == EngineChoice(name=name, reason=reason)
 
 
+def test_vllm_serves_no_heads_of_a_size_that_it_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["NewForCausalLM"], **sizes}))
+    found = VLLMSupport(
+        name="vLLM 1", architectures=["NewForCausalLM"], head_sizes={"float32": [32, 64], "bfloat16": [16, 32]}
+    )
+    monkeypatch.setattr(support, "installed_support", lambda: found)
+    reason = "vLLM 1 cannot serve the model: head_dim must be one of 32, 64 in float32; config.json has 16."
+    assert choose_engine(folder, dtype="float32") == EngineChoice(name="transformers", reason=reason)
+    assert choose_engine(folder).name == "vllm"
+
+
 def test_without_vllm_the_transformers_engine_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> VLLMSupport:
         raise MissingExtraError("vLLM cannot be imported here")

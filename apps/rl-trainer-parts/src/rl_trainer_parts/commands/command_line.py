@@ -158,7 +158,9 @@ def _check_model(words: list[str], *, program: str) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from rl_trainer_parts.commands.check_model import check_model
 
-    return 0 if check_model(Path(words[0]), as_json=as_json) else FAILED
+    with suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
+        return 0 if check_model(Path(words[0]), as_json=as_json) else FAILED
+    return 0
 
 
 def _validate(words: list[str], *, program: str, settings: SettingsClass) -> int:

@@ -11,7 +11,7 @@ def engine_choice(settings: Settings) -> EngineChoice:
         return EngineChoice(name=named, reason="")
     if settings.cluster.ray_address is not None:
         return EngineChoice(name="vllm", reason="the machines of the cluster are expected to have vLLM")
-    return choose_engine(settings.policy.path)
+    return choose_engine(settings.policy.path, dtype=settings.vllm.dtype)
 
 
 def engine_name(settings: Settings) -> str:

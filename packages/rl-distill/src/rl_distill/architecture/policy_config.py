@@ -21,8 +21,8 @@ from rl_distill.architecture.mixture_config import (
 )
 from rl_distill.architecture.transformers_model import (
     canonical_json,
-    check_class,
     check_fields,
+    checked_class,
     default_router_loss,
     dimensions,
     has_experts,
@@ -35,11 +35,12 @@ ModelBackend = Literal["auto", "megatron", "transformers"]
 the first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelFamily:
     """Properties that all models of one architecture share.
 
     Attributes:
+        model_type: The name of the architecture in transformers.
         has_qkv_bias: True if queries, keys and values have a bias; None if config.json decides (attention_bias).
         has_qk_norm: True if queries and keys are normalized per head; None if config.json decides (use_qk_norm).
         experts: How mixture layers score experts; None if the architecture has none.
@@ -47,6 +48,7 @@ class ModelFamily:
         default_rotary_factor: Rotated share of a head if config.json has none; None if every head is rotated in full.
     """
 
+    model_type: str = ""
     has_qkv_bias: bool | None = False
     has_qk_norm: bool | None = False
     experts: ExpertChoice | None = None
@@ -55,12 +57,12 @@ class ModelFamily:
 
 
 FAMILIES = {
-    "Qwen3ForCausalLM": ModelFamily(has_qk_norm=True, default_head_dim=128),
-    "Qwen3MoeForCausalLM": ModelFamily(has_qk_norm=True, experts="softmax"),
-    "Qwen2ForCausalLM": ModelFamily(has_qkv_bias=True),
-    "LlamaForCausalLM": ModelFamily(),
+    "Qwen3ForCausalLM": ModelFamily("qwen3", has_qk_norm=True, default_head_dim=128),
+    "Qwen3MoeForCausalLM": ModelFamily("qwen3_moe", has_qk_norm=True, experts="softmax"),
+    "Qwen2ForCausalLM": ModelFamily("qwen2", has_qkv_bias=True),
+    "LlamaForCausalLM": ModelFamily("llama"),
     "Glm4MoeForCausalLM": ModelFamily(
-        has_qkv_bias=None, has_qk_norm=None, experts="sigmoid", default_rotary_factor=0.5
+        "glm4_moe", has_qkv_bias=None, has_qk_norm=None, experts="sigmoid", default_rotary_factor=0.5
     ),
 }
 """Families by the architecture in config.json. Qwen2ForCausalLM includes Qwen2.5; Glm4Moe includes GLM-4.5 to 4.7."""
@@ -294,7 +296,7 @@ def _transformers_config(config: Mapping[str, Any], architecture: str) -> Policy
     for name in BOUNDED_FIELDS & config.keys():
         if type(config[name]) is int and config[name] != 0:
             count(config, name)
-    check_class(text, architecture)
+    architecture = checked_class(text, architecture)
     refuse_router_losses(config, default_coef=default_router_loss(text))
     return PolicyConfig(architecture=architecture, model_json=text, **dimensions(text))
 
@@ -401,6 +403,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: ModelFamily) -> None:
     # A null in config.json means the same as a missing field.
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     expected: dict[str, tuple[Any, Any]] = {
+        "model_type": (config.get("model_type") or family.model_type, family.model_type),
         "hidden_act": (config.get("hidden_act") or "silu", "silu"),
         "attention_bias": (bool(config.get("attention_bias")) and family.has_qkv_bias is not None, False),
         "mlp_bias": (bool(config.get("mlp_bias")), False),

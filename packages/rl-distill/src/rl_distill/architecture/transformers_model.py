@@ -29,11 +29,16 @@ CODE_FIELDS = ("attn_implementation", "experts_implementation")
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Refuse fields, at any depth, that make a model without end.
+    """Refuse fields, at any depth, that make a model without end. Fields that the class does not have are ignored.
 
     Raises:
         DataError: There are too many layers or experts.
     """
+    from transformers import CONFIG_MAPPING
+
+    if (kind := config.get("model_type")) in CONFIG_MAPPING:
+        fields = {*inspect.signature(CONFIG_MAPPING[kind]).parameters, *CONFIG_MAPPING[kind].attribute_map}
+        config = {name: value for name, value in config.items() if name in fields or isinstance(value, Mapping)}
     for name, value in config.items():
         most = MAX_LAYERS if name.endswith(("layers", "layer")) else MAX_EXPERTS if name.endswith("experts") else None
         if most is not None and type(value) is int and value > most:
@@ -72,6 +77,8 @@ def read_config(text: str) -> Any:
 
     content = PreTrainedConfig._decode_special_floats(json.loads(text))
     model_type = content.get("model_type")
+    if model_type is None:
+        raise DataError("config.json must have a model_type, the architecture's name in transformers; found none.")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise SettingsError(
             f"model_type must be one of transformers {version}'s architectures; config.json has {preview(model_type)}. "
@@ -324,19 +331,20 @@ def has_stateful_layers(text: str) -> bool:
     return bool(model._is_stateful) or any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
 
 
-def check_class(text: str, architecture: str) -> None:
-    """Check that a folder's architecture is the class that computes it.
+def checked_class(text: str, architecture: str) -> str:
+    """Return the class that computes a model, which must be its folder's architecture if that names one.
 
     Raises:
         SettingsError: It is another class, such as a classifier.
     """
     config = read_config(text)
-    found = _classes_of(config)[type(config)].__name__
+    found: str = _classes_of(config)[type(config)].__name__
     if architecture not in ("(none)", found):
         raise SettingsError(
             f"architecture {architecture} is not supported: the causal language model of model_type "
             f"{config.model_type!r} is {found}. A policy needs that class; convert the folder, or correct config.json."
         )
+    return found
 
 
 def _length_of_angles(rope: Mapping[str, Any]) -> float:
@@ -360,6 +368,8 @@ def dimensions(text: str) -> dict[str, Any]:
 
     hidden_size, heads = int(config.hidden_size), int(field("num_attention_heads", 1))
     widths = field("intermediate_size", 4 * hidden_size)
+    positions = field("max_position_embeddings", math.inf)
+    positions = positions if positions > 0 else math.inf  # XLNet's -1
     return {
         "num_layers": int(config.num_hidden_layers),
         "hidden_size": hidden_size,
@@ -368,9 +378,7 @@ def dimensions(text: str) -> dict[str, Any]:
         "num_key_value_heads": int(field("num_key_value_heads", heads)),
         "head_dim": int(field("head_dim", hidden_size // heads)),
         "vocab_size": int(config.vocab_size),
-        "max_position_embeddings": int(
-            min(field("max_position_embeddings", math.inf), _length_of_angles(field("rope_parameters", {})), 2**31 - 1)
-        ),
+        "max_position_embeddings": int(min(positions, _length_of_angles(field("rope_parameters", {})), 2**31 - 1)),
         "is_tied": bool(field("tie_word_embeddings", whole.tie_word_embeddings)),
         "initializer_range": float(field("initializer_range", 0.02)),
         "norm_eps": 1e-6,

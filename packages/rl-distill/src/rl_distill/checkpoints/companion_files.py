@@ -20,8 +20,8 @@ from rl_core.files import preview, read_plain
 _log = structlog.get_logger(__name__)
 
 WEIGHT_SUFFIXES = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".gguf", ".ggml", ".h5", ".msgpack", ".npz"),
-    *(".onnx", ".onnx_data", ".tflite", ".index.json"),
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".gguf", ".ggml", ".h5", ".msgpack"),
+    *(".onnx", ".onnx_data", ".tflite", ".safetensors.index.json", ".bin.index.json"),
 )
 """Endings of files with weights of the source folder, or with their index; some can run code when they are opened."""
 

@@ -53,6 +53,8 @@ tolerances: a router chooses differently between nearly equal experts."""
 MAX_LEAK = 5e-3
 """Maximum mean change of the logprobs of other rows when a row's tokens change, as a share of the change of its own.
 Unlike a difference, it also tells rounding from a wrong way where weights are small."""
+MAX_SEEN = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+"""The same of a row's earlier tokens, as a share of the change of the later ones; of experts, rounding may change."""
 HEAD_TOLERANCE, SCALE_TOLERANCE = 1e-2, 1e-3
 """Maximum relative difference of a head's logits from scaled products, and of the scale from 1."""
 PLAIN_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_router_logits", "position_embeddings", "is_causal"})
@@ -132,7 +134,9 @@ def _attention(
     Raises:
         SettingsError: The layer has an argument that is not known here.
     """
-    unknown = sorted({name for name, given in others.items() if given is not None} - PLAIN_ARGUMENTS)
+    unknown = sorted(
+        {name for name, given in others.items() if given is not None and given is not False} - PLAIN_ARGUMENTS
+    )
     if unknown or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         raise SettingsError(f"attention of {type(module).__name__} has {unknown or 'no causal mask'}, unknown here.")
     if attention_mask is not None and _reads_tensors(attention_mask.is_visible):
@@ -277,11 +281,10 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             images: Images of the rank's rows, among which are those of the tried ones; None for texts alone.
 
         Raises:
-            SettingsError: No way gives them.
+            SettingsError: No way gives them, or the class is not causal.
         """
         was_training = self.training
         self.eval()
-        self._name_of_layers = self._find_layers()
         rows, others = _probe_rows(self._policy.vocab_size, self._policy.image_token_id, images)
         batch, other_batch = _batch(rows), _batch(others)
         own_head = self.value_head
@@ -291,9 +294,24 @@ class TransformersModel(TokenScoring, torch.nn.Module):
             )
             self.value_head.weight.normal_(0.0, self._policy.hidden_size**-0.5, generator=_generator(self._device))
         self._use("eager", is_packed=False)
-        expected = torch.cat([self._own_results(row, images) for row in rows])
-        if self.value_head is None:
-            self._head_scale = self._find_head_scale()
+        try:
+            self._name_of_layers = self._find_layers()
+            own, other = [self._own_results(row, images) for row in rows], self._own_results(others[0], images)
+            if self.value_head is None:
+                self._head_scale = self._find_head_scale()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # in any way
+            raise SettingsError(
+                f"{self._policy.architecture} cannot be trained: transformers' class does not compute a single row "
+                f"of tokens ({type(error).__name__}: {error})."
+            ) from error
+        expected, changes = torch.cat(own), torch.split((own[0] - other).abs(), [_SHARED, len(other) - _SHARED])
+        if changes[0].mean() > MAX_SEEN[self.config.params_dtype] * changes[1].mean():
+            raise SettingsError(
+                f"{self._policy.architecture} cannot be trained: its tokens see later ones, and a policy predicts each "
+                "token from those before it. If the class can be a decoder, set is_decoder = true in config.json."
+            )
         seen: dict[str, str] = {}
 
         def difference(attention: str, is_packed: bool, min_shared: int = 0) -> float:

@@ -324,8 +324,9 @@ class _Batch:
             more: More arguments of the model.
         """
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        optional = {"position_ids": positions if whole else positions + self._offsets}
-        optional["logits_to_keep"] = 0 if self.is_scoring else 1
+        optional: dict[str, Any] = {"logits_to_keep": 0 if self.is_scoring else 1}
+        if "past_key_values" in more or not mask.all():  # some classes do not count whole rows from 0
+            optional["position_ids"] = positions if whole else positions + self._offsets
         taken = inspect.signature(model.forward).parameters
         more |= {name: value for name, value in optional.items() if name in taken}
         of_images = image_inputs(model, whole, ids, mask) if any(sample.images for sample in whole) else {}

@@ -1,4 +1,4 @@
-"""Reads a model's tensor shapes, and checks that an update has all tensors."""
+"""Reads a model's tensors, and checks that an update has all of them and that an engine has loaded the folder's."""
 
 import math
 import re
@@ -32,6 +32,10 @@ from rl_core.weights import (
     write_safetensors,
 )
 from rl_rollout.engines.protocol import EngineTraits
+
+log = structlog.get_logger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor by Hugging Face name."""
@@ -241,11 +245,6 @@ def _check_whole(found: Shapes, expected: Shapes, tied: Iterable[str] = (), *, o
 def _some(names: Iterable[str]) -> str:
     first, *others = sorted(names)
     return f"{first!r}" + (f" and {len(others)} more" if others else "")
-
-
-log = structlog.get_logger(__name__)
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def folder_tensors(model_dir: Path, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:

@@ -263,10 +263,13 @@ class VLLMStepper:
             register_architectures(model_dir)
             try:
                 return LLMEngine.from_engine_args(engine_arguments(model_dir, options, self._shapes))
-            except Exception:
+            except Exception as error:  # vLLM's models raise any type
                 with kept_process_group(is_kept=not self._owns_process_group):
                     cleanup_dist_env_and_memory()
-                raise
+                raise EngineError(
+                    f"{model_dir}: vLLM cannot load the model ({type(error).__name__}: {error}). The transformers "
+                    "engine may serve it."
+                ) from error
 
     def _prove_first_weights(self, model_dir: Path, dtype: str) -> LiveNames:
         """Compare the live layers with the folder that vLLM loaded. Prove that updates reach those without a name."""

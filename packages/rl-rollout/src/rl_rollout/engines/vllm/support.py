@@ -83,17 +83,23 @@ class VLLMSupport:
         for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
             if isinstance(size := text.get(name), int) and size % tensor:
                 yield f"tensor_parallel_size must divide {name} = {size}; found {tensor}."
+        groups = text.get("num_key_value_heads")
+        if isinstance(groups, int) and groups % tensor and tensor % groups:
+            yield f"tensor_parallel_size must divide num_key_value_heads = {groups}, or be a multiple; found {tensor}."
+        yield from self.model_problems(config, options.dtype)
+        if "kv_lora_rank" not in text:
+            yield from self._cache(text, options, max_model_len)
+
+    def model_problems(self, config: Mapping[str, Any], dtype: str) -> Iterator[str]:
+        """Describe what it does not support of a model, whatever the other options are."""
+        text = config.get("text_config", config)
         if text.get("tie_word_embeddings") and (untied := set(config.get("architectures") or ()) & set(UNTIED)):
             yield (
                 f"tie_word_embeddings must be false for {min(untied)}, whose head it would leave uninitialized; found "
                 "true. Save the folder with its own lm_head.weight, or use the transformers engine."
             )
-        groups = text.get("num_key_value_heads")
-        if isinstance(groups, int) and groups % tensor and tensor % groups:
-            yield f"tensor_parallel_size must divide num_key_value_heads = {groups}, or be a multiple; found {tensor}."
         if "kv_lora_rank" not in text:  # latent attention has other heads and cache tensors
-            yield from self._attention(text, options.dtype)
-            yield from self._cache(text, options, max_model_len)
+            yield from self._attention(text, dtype)
 
     def _attention(self, text: Mapping[str, Any], dtype: str) -> Iterator[str]:
         head_dim, sizes = _head_dim(text), (self.head_sizes or {}).get(dtype)
