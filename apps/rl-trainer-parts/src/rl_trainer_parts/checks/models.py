@@ -28,7 +28,7 @@ from rl_trainer_parts.learning.teachers import teacher_engine_options
 from rl_trainer_parts.rollouts.engines import engine_options
 from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.settings.fields import problems_of
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.schema import PromptSettings, Settings
 
 FROM_LORA = ("max_lora_rank", "lora_target_modules")
 """Engine options that trainers derive from `[lora]`."""
@@ -48,6 +48,17 @@ def lora_problems(settings: Settings) -> Iterator[str]:
                 f"lora.rank = 0 trains all weights; found adapter settings: {', '.join(unused)}. Set lora.rank, or "
                 "leave them out."
             )
+
+
+def image_problems(settings: Settings) -> Iterator[str]:
+    """Problems of settings of images: one that the run sets itself, and those of a policy that takes none."""
+    if settings.vllm.image_folder is not None:
+        yield "vllm.image_folder is the run's own folder of images. Leave it out."
+    if not takes_images(settings.policy.path):
+        plain = PromptSettings(train=settings.prompts.train)
+        for name in ("max_images", "image_folders"):
+            if getattr(settings.prompts, name) != getattr(plain, name):
+                yield f"prompts.{name} is for images; the policy in {settings.policy.path} takes none. Leave it out."
 
 
 def trainable_problems(settings: Settings) -> Iterator[str]:
