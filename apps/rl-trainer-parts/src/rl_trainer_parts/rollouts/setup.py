@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
-from rl_core.data import IntArray, Json
+from rl_core.data import ImageSpan, IntArray, Json, image_extras
 from rl_core.errors import DataError, SettingsError
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -109,9 +109,13 @@ def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> 
     return DirectTransport(options) if weights.transport == "direct" else BroadcastTransport(options)
 
 
-def canary_sequences(settings: Settings, prompts: PromptSet) -> list[IntArray]:
-    """The first prompts, used for the canary."""
-    return [prompts[index].input_ids for index in range(min(settings.trainer.canary_prompts, len(prompts)))]
+def canary_prompts(settings: Settings, prompts: PromptSet) -> list[Prompt]:
+    """The first prompts, used for the canary; the last of them has an image if any prompt has."""
+    chosen = list(range(min(settings.trainer.canary_prompts, len(prompts))))
+    with_image = prompts.first_with_image
+    if chosen and with_image is not None and with_image > chosen[-1]:
+        chosen[-1] = with_image
+    return [prompts[index] for index in chosen]
 
 
 def proof_tolerances(settings: Settings) -> ProofTolerances:
@@ -236,14 +240,17 @@ def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
         "components": dict(trajectory.reward_components),
         "finish": trajectory.finish_reason,
         "timings": {name: getattr(timings, name) for name in (*WORK, "preemptions")},
-        "problem": problem_id(prompt.input_ids),
+        "problem": problem_id(prompt.input_ids, images=prompt.images),
     }
-    return {**trajectory.extras, EXTRA: fields}
+    return {**trajectory.extras, **image_extras(trajectory.images), EXTRA: fields}
 
 
-def problem_id(prompt_ids: IntArray) -> str:
-    """Return an id of a prompt that depends only on its tokens, so it is the same in every epoch and run."""
-    return hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8).hexdigest()
+def problem_id(prompt_ids: IntArray, *, images: Sequence[ImageSpan] = ()) -> str:
+    """Return an id of a prompt that depends only on tokens and images, so it is the same in every epoch and run."""
+    digest = hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8)
+    for image in images:
+        digest.update(bytes.fromhex(image.digest))
+    return digest.hexdigest()
 
 
 def _with_experts(batch: Batch, shape: tuple[int, int] | None) -> Batch:
