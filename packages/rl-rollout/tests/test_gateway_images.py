@@ -13,13 +13,15 @@ import pytest
 from gateway_site import run
 from PIL import Image
 
-from rl_rollout import PromptTokenizer, SamplingParams
+from rl_rollout import PromptOptions, PromptTokenizer, RewardScorer, Rollout, SamplingParams, load_prompts
 from rl_rollout.audit import audit_images
 from rl_rollout.engines.images import EngineImages
 from rl_rollout.engines.protocol import EngineTraits
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.gateway.exports import export_sessions
 from rl_rollout.gateway.server import Gateway, GatewayOptions
+from rl_rollout.loops.agent import AgentsLoop
+from rl_rollout.loops.agent_options import AgentOptions
 
 END, PAD = 2, 5
 CALL = '<tool_call>{"name": "zoom", "arguments": {}}</tool_call>'
@@ -197,6 +199,50 @@ def test_branches_keep_their_images_in_the_journal_and_in_exports(vision_folder,
         spans = [[[one.digest, one.start, one.length] for one in row.images] for row in rows]
         assert [row["images"] for row in written] == spans
         assert [row["session"] for row in written] == [session_id] * 2
+
+    run(talk)
+
+
+def test_an_agent_gets_the_images_of_its_prompt_and_sends_them(vision_folder, tmp_path):
+    (tmp_path / "agent.py").write_text(
+        "import openai\n"
+        "async def agent(task):\n"
+        "    async with openai.AsyncOpenAI(base_url=f'{task.base_url}/v1', api_key=task.api_key) as client:\n"
+        "        await client.chat.completions.create(model='any', messages=task.prompt.messages)\n"
+        "        assert task.text == 'Look: this?' and 'image/jpeg' in str(task.shown(()))\n"
+    )
+    images = [base64.b64decode(picture(seed, form="JPEG")) for seed in range(2)]
+    content = [
+        {"type": "text", "text": "Look: "},
+        {"type": "image"},
+        {"type": "image"},
+        {"type": "text", "text": "this?"},
+    ]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": content}],
+            "images": [url(base64.b64encode(one).decode()) for one in images],
+        }
+    ]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    tokenizer = PromptTokenizer.load(vision_folder, image_folder=tmp_path / "images")
+    prompts = load_prompts([tmp_path / "rows.jsonl"], tokenizer, PromptOptions(max_tokens=200))
+    prompts.keep_images(tokenizer.images.store)
+
+    async def talk():
+        engine = SeeingEngine(tokenizer, "It is 1.")
+        await engine.start()
+        loop = AgentsLoop(AgentOptions(function=f"{tmp_path / 'agent.py'}:agent"))
+        scorer = RewardScorer(lambda given: 1.0)
+        rollout = Rollout(engine, loop, scorer=scorer, decode=tokenizer.decode, tokenizer=tokenizer)
+        try:
+            (group,) = await rollout.run([prompts[0]], num_sessions=2, sampling=SamplingParams(max_tokens=50))
+        finally:
+            rollout.close()
+        assert (group.failures, group.num_audited) == ((), 2)
+        for row in group.trajectories:
+            assert row.images == prompts[0].images
+            assert row.input_ids[: row.num_prompt_tokens].tolist() == prompts[0].input_ids.tolist()
 
     run(talk)
 
