@@ -218,13 +218,9 @@ def test_an_agent_gets_the_images_of_its_prompt_and_sends_them(vision_folder, tm
         {"type": "image"},
         {"type": "text", "text": "this?"},
     ]
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": content}],
-            "images": [url(base64.b64encode(one).decode()) for one in images],
-        }
-    ]
-    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    row = {"prompt": [{"role": "user", "content": content}], "answer": "1"}
+    row["images"] = [url(base64.b64encode(one).decode()) for one in images]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     tokenizer = PromptTokenizer.load(vision_folder, image_folder=tmp_path / "images")
     prompts = load_prompts([tmp_path / "rows.jsonl"], tokenizer, PromptOptions(max_tokens=200))
     prompts.keep_images(tokenizer.images.store)
