@@ -4,13 +4,19 @@ import json
 import re
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from invented_runs import InventedRun
 from report_pages import READY, found, rows_of, show
 
+from rl_core.data import ImageSpan
+from rl_core.images import ImageStore, encode_image
 from rl_metrics.health import judge
 from rl_metrics.report import write_report
+from rl_metrics.run_files.rollout_log import RolloutLog
 from rl_metrics.run_files.run_record import open_run
 
 HOSTILE = (
@@ -165,6 +171,25 @@ def test_a_trajectory_token_by_token(page, runs):
     page.point(".token.masked")
     page.wait("document.getElementById('tip').innerText.includes('0: not trained')")
     assert page.run("document.querySelector('.token.masked').className") == "token masked"
+
+
+def test_thumbnails_of_a_trajectorys_images(page, tmp_path):
+    InventedRun(steps=2).write(tmp_path / "run")
+    store = ImageStore(tmp_path / "run" / "images")
+    digest = store.put(encode_image(np.full((60, 120, 3), (200, 30, 30), np.uint8)))
+    spans = tuple(ImageSpan(digest=one, start=1, length=2) for one in (digest, "<img onerror=x>"))
+    row = replace(rows_of(tmp_path / "run")[0], step=2, images=spans, prompt="Or [image 120x60]?", response="[image]b")
+    row = replace(row, tokens=("[image]", "", "b"), mask=(False, False, True), columns={})
+    with closing(RolloutLog(tmp_path / "run" / "rollouts.jsonl")) as rollouts:
+        rollouts.write([row])
+    write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
+    show(page, tmp_path / "a.html", f"view=rollouts&row={len(rows_of(tmp_path / 'run')) - 1}")
+    page.wait("document.querySelectorAll('.token').length")
+    page.wait("document.querySelector('.images img')?.naturalWidth === 96")
+    assert page.run("document.querySelector('.images img').naturalHeight") == 48
+    assert page.run("document.querySelector('.images').innerText").strip() == "image 2"
+    assert page.run("[...document.querySelectorAll('.token')].map((t) => t.textContent)") == ["[image]", "", "b"]
+    assert page.run("document.querySelectorAll('[onerror]').length") == 0
 
 
 def test_colours_by_column(page, runs):

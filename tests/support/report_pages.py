@@ -20,7 +20,7 @@ def watched(page: Page) -> Iterator[Page]:
     page.errors.clear()
     yield page
     assert page.errors == []
-    assert [url for url in page.requests if not url.startswith(("file:", "about:", "http://127.0.0.1:"))] == []
+    assert [url for url in page.requests if not url.startswith(("file:", "about:", "data:", "http://127.0.0.1:"))] == []
     assert page.run("window.hacked") is None
 
 

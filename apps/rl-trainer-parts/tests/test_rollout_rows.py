@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from rl_core import Batch, Prompt, Trajectory
-from rl_core.data.records import Timings
+from rl_core.data.records import ImageSpan, Timings
+from rl_core.images import ImageStore, encode_image
 from rl_metrics.run_files.rollout_log import read_rollouts
 from rl_trainer_parts.reporting.rollout_rows import MAX_EXTRAS, RolloutWriter, bounded, choose_rows, draft_rollouts
+from rl_trainer_parts.rollouts.answers import Answer, generation_samples
 from rl_trainer_parts.rollouts.setup import problem_id, rollout_extras
 from rl_trainer_parts.settings.schema import MetricSettings
 
@@ -202,3 +205,44 @@ def test_rows_are_drawn_two_of_a_group_at_a_time():
     others = [drawn[row] for row in range(8, 64)]
     assert min(others) > 200 * 8 / 62 * 0.3
     assert max(others) < 200 * 8 / 62 * 2.0
+
+
+class Seeing:
+    """A tokenizer of letters for a model that takes images; its "e" is a placeholder, a special token."""
+
+    def __init__(self, store: ImageStore) -> None:
+        self.images = SimpleNamespace(store=store)
+
+    def decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]:
+        texts = ["".join(chr(96 + int(token)) for token in sequence) for sequence in sequences]
+        return [text.replace("e", "") for text in texts] if skip_special_tokens else texts
+
+
+def test_texts_name_images_in_place_of_their_tokens(tmp_path):
+    store = ImageStore(tmp_path / "images")
+    known, missing = store.put(encode_image(np.zeros((56, 84, 3), np.uint8))), "0" * 64
+    ids = np.asarray([7, 5, 5, 5, 8, 1, 5, 5, 2, 5], dtype=np.int32)  # a prompt of 5, and sampled: "a" and "be"
+    mask = np.asarray([False] * 5 + [True, False, False, True, True])
+    spans = ImageSpan(digest=known, start=1, length=3), ImageSpan(digest=missing, start=6, length=2)
+    one = Trajectory(
+        prompt_uid=PROMPT.uid,
+        session_index=0,
+        input_ids=ids,
+        loss_mask=mask,
+        rollout_logprobs=np.zeros(len(ids), np.float32),
+        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+        reward=1.0,
+        images=spans,
+    )
+    tokenizer: Any = Seeing(store)
+    batch = Batch.from_trajectories([one])
+    batch = batch.with_extras([{**batch.extras[0], **rollout_extras(PROMPT, one)}])
+    writer = RolloutWriter(tmp_path / "rollouts.jsonl", tokenizer)
+    writer.write(draft_rollouts(SettingsOf(8), batch, step=3, version=5))  # type: ignore[arg-type]
+    writer.close()
+    [row] = read_rollouts(tmp_path / "rollouts.jsonl")
+    assert (row.prompt, row.response) == ("g[image 84x56]h", "a[image]be")
+    assert (row.tokens, row.columns["token_ids"]) == (("a", "[image]", "", "b", "e"), (1, 5, 5, 2, 5))
+    assert (row.images, row.extras) == (spans, {})
+    (sample,) = generation_samples([Answer(prompt=PROMPT, trajectory=one, failure=None, source="test")], tokenizer)
+    assert (sample.input, sample.output) == ("g[image 84x56]h", "a[image]b")

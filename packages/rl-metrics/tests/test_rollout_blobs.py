@@ -1,9 +1,12 @@
+import base64
 import math
 
 import numpy as np
 import pytest
 from read_report import unpack
 
+from rl_core.data import ImageSpan
+from rl_core.images import ImageStore, encode_image, open_image
 from rl_metrics.report import row_blobs
 from rl_metrics.report.packing import folder_blobs
 from rl_metrics.report.row_blobs import pack_rollouts
@@ -16,7 +19,8 @@ def row(**more):
 
 
 def packed(rows, folder, num_recorded=None):
-    name = pack_rollouts(rows, folder_blobs(folder, set()), num_recorded=num_recorded)
+    images = ImageStore(folder / "images")
+    name = pack_rollouts(rows, folder_blobs(folder, set()), images=images, num_recorded=num_recorded)
     read = lambda name: unpack((folder / name).read_bytes())
     header, index = read(name)
     return header, index, [(read(chunk["texts"])[0]["rows"], *read(chunk["tokens"])) for chunk in header["chunks"]]
@@ -70,7 +74,7 @@ def test_texts_and_tokens_come_back(tmp_path):
     ]  # fmt: skip
     _, _, ((text_rows, tokens_header, columns),) = packed(rows, tmp_path)
     assert [found[:4] for found in text_rows] == [[text, text, text, "u"] for text in texts]
-    assert [found[7:] for found in text_rows] == [[text, {text: 1.0}, {}, {text: [1]}, []] for text in texts]
+    assert [found[7:] for found in text_rows] == [[text, {text: 1.0}, {}, {text: [1]}, [], []] for text in texts]
     assert [tokens_header["tokens"][code] for code in columns["codes"]] == [t for text in texts for t in (text, "x")]
     assert [tokens_header["ids"][code] for code in columns["codes"]] == [5, 6] * 5
     assert columns["lengths"].tolist() == [2] * 5
@@ -204,3 +208,26 @@ def test_whole_numbers_are_kept_as_they_are(tmp_path):
 def test_the_list_tells_the_last_question_and_the_answer(tmp_path, prompt, response, asked, answered):
     header, _, _ = packed([row(prompt=prompt, response=response)], tmp_path)
     assert (header["prompts"], header["responses"]) == ([asked], [answered])
+
+
+def test_an_image_of_several_trajectories_is_one_thumbnail(tmp_path):
+    store = ImageStore(tmp_path / "images")
+    large, small = (
+        store.put(encode_image(np.full((height, width, 3), 200, np.uint8))) for height, width in ((300, 600), (8, 8))
+    )
+    spans = [ImageSpan(digest=digest, start=2, length=4) for digest in (large, "0" * 64, small)]
+    _, _, ((rows, _, _),) = packed([row(images=tuple(spans)), row(images=(spans[0],)), row()], tmp_path)
+    (first, missing, third), (again,), none = (texts[-1] for texts in rows)
+    assert (again, missing, none) == (first, "", [])
+    for part, size in ((first, (96, 48)), (third, (8, 8))):
+        head, data = unpack((tmp_path / part).read_bytes())[0]["url"].split(",")
+        assert (head, open_image(base64.b64decode(data)).size) == ("data:image/jpeg;base64", size)
+
+
+def test_no_more_than_the_first_images_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_metrics.report.thumbnails.MAX_THUMBNAILS", 2)
+    store = ImageStore(tmp_path / "images")
+    digests = [store.put(encode_image(np.full((4, 4, 3), value, np.uint8))) for value in (1, 2, 3)]
+    spans = tuple(ImageSpan(digest=digest, start=0, length=1) for digest in digests)
+    _, _, ((rows, _, _),) = packed([row(images=spans)], tmp_path)
+    assert list(map(bool, rows[0][-1])) == [True, True, False]

@@ -14,7 +14,7 @@ from rl_rollout.engines.protocol import Generation
 from rl_rollout.gateway.messages import Call, ChatMessage, context_digests
 from rl_rollout.gateway.placing import ConversationEncoder
 from rl_rollout.gateway.replies import ReplyReader
-from rl_rollout.gateway.tree import Sample, SessionTree, digest_of
+from rl_rollout.gateway.tree import Sample, SessionTree, Turn, digest_of
 from rl_rollout.tools.parsers import resolve_parser
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2.0]}}</tool_call>'
@@ -50,7 +50,8 @@ class Talk:
             last = int(place.after.generation.token_ids[-1])
             new_ids = self.encoder.following_ids(messages, after=place.num_matched, last_token=last, **named)
         self.num_encoded += len(new_ids)
-        turn = self.tree.open_turn(place, digests, new_ids, asked_by=messages[-1].role)
+        turn = Turn(after=place.after, new_ids=new_ids, asked_by=messages[-1].role, key=place.key)
+        turn = self.tree.open_turn(turn, digests)
         replies = []
         for text in texts:
             ids = encode(self.tokenizer, text + "<|im_end|>")

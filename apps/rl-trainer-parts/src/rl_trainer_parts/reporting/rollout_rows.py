@@ -11,9 +11,10 @@ import numpy as np
 import structlog
 
 from rl_core import Batch
-from rl_core.data import Json
+from rl_core.data import ImageSpan, IntArray, Json
 from rl_metrics.run_files import FLOAT_COLUMNS, RolloutLog, RolloutRow
 from rl_rollout.prompts import PromptTokenizer
+from rl_trainer_parts.rollouts.image_texts import decode_shown, image_labels, prompt_and_response
 from rl_trainer_parts.rollouts.setup import EXTRA, WORK, problem_id
 from rl_trainer_parts.settings.schema import Settings
 
@@ -57,10 +58,11 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
     present = {name: batch.ragged(column) for name, column in COLUMNS.items() if column in batch}
     rewards = batch.dense("reward") if "reward" in batch else np.full(len(batch), np.nan)
     starts = batch.dense("num_prompt_tokens").tolist()
-    for index, (key, extras, start) in enumerate(zip(batch.keys, batch.extras, starts, strict=True)):
+    rows = zip(batch.keys, batch.extras, batch.images, starts, strict=True)
+    for index, (key, extras, images, start) in enumerate(rows):
         columns = {name: tuple(column[index][start:].tolist()) for name, column in present.items()}
         turns = RolloutRow.turns_in(extras)
-        left_out = (EXTRA, "turns") if turns else (EXTRA,)
+        left_out = (EXTRA, "images", "turns") if turns else (EXTRA, "images")
         row = RolloutRow(
             step=step,
             time=math.nan,
@@ -75,6 +77,7 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
             columns={"token_ids": tuple(ids[index][start:].tolist()), **columns},
             extras=bounded({name: value for name, value in extras.items() if name not in left_out}),
             turns=turns,
+            images=images,
             **({"problem": problem_id(ids[index][:start])} | _record_fields(extras)),
         )
         yield tuple(ids[index][:start].tolist()), row
@@ -93,6 +96,7 @@ class RolloutWriter:
         self._path = path
         self._tokenizer = tokenizer
         self._pieces: dict[int, str] = {}
+        self._label = image_labels(tokenizer)
         self._log: RolloutLog | None = None
         self._is_off = False
         self._held: list[RolloutDraft] = []
@@ -124,20 +128,25 @@ class RolloutWriter:
             self._log = None
 
     def _rows(self, drafts: Sequence[RolloutDraft]) -> list[RolloutRow]:
-        prompts = self._tokenizer.decode([prompt_ids for prompt_ids, _ in drafts], skip_special_tokens=False)
-        ids = [[int(token) for token in row.columns["token_ids"]] for _, row in drafts]
-        responses = self._tokenizer.decode(ids, skip_special_tokens=False)
+        sides = [
+            prompt_and_response([*prompt_ids, *map(int, row.columns["token_ids"])], row.images, len(prompt_ids))
+            for prompt_ids, row in drafts
+        ]
+        texts = decode_shown(self._tokenizer, [side for pair in sides for side in pair], skip_special_tokens=False)
         return [
-            replace(row, prompt=prompt, response=response, tokens=self._texts(token_ids))
-            for (_, row), prompt, response, token_ids in zip(drafts, prompts, responses, ids, strict=True)
+            replace(row, prompt=prompt, response=response, tokens=self._texts(*sampled))
+            for (_, row), (_, sampled), prompt, response in zip(drafts, sides, texts[::2], texts[1::2], strict=True)
         ]
 
-    def _texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """The text of each token on its own."""
+    def _texts(self, ids: IntArray | Sequence[int], images: Sequence[ImageSpan]) -> tuple[str, ...]:
+        """The text of each token on its own. An image's first token has the text of the image, and the others none."""
         new = [token for token in dict.fromkeys(ids) if token not in self._pieces]
         texts = self._tokenizer.decode([[token] for token in new], skip_special_tokens=False)
         self._pieces |= dict(zip(new, texts, strict=True))
-        return tuple(self._pieces[token] for token in ids)
+        shown = [self._pieces[token] for token in ids]
+        for span in images:
+            shown[span.start : span.start + span.length] = [self._label(span.digest), *[""] * (span.length - 1)]
+        return tuple(shown)
 
 
 def choose_rows(batch: Batch, *, count: int, max_tokens: int, seed: int) -> list[int]:

@@ -11,6 +11,7 @@ from rl_core.data import NO_VERSION
 from rl_metrics.run_files import GenerationSample
 from rl_rollout import GroupResult
 from rl_rollout.prompts import PromptTokenizer
+from rl_trainer_parts.rollouts.image_texts import decode_shown, prompt_and_response
 
 PREDICTION = "pred"
 """Extra of a reward with the response's extracted answer; verl's name."""
@@ -86,8 +87,9 @@ def generation_samples(answers: Sequence[Answer], tokenizer: PromptTokenizer) ->
         tokenizer: The policy's tokenizer.
     """
     rows = [answer.trajectory for answer in answers]
-    inputs = tokenizer.decode([row.input_ids[: row.num_prompt_tokens] for row in rows])  # in one call, which is faster
-    outputs = tokenizer.decode([row.input_ids[row.num_prompt_tokens :] for row in rows])
+    sides = [part for row in rows for part in prompt_and_response(row.input_ids, row.images, row.num_prompt_tokens)]
+    texts = decode_shown(tokenizer, sides, skip_special_tokens=True)
+    inputs, outputs = texts[::2], texts[1::2]
     return [_sample(*one) for one in zip(answers, inputs, outputs, strict=True)]
 
 
@@ -119,4 +121,5 @@ def _nothing(prompt: Prompt, session_index: int) -> Trajectory:
         loss_mask=np.zeros(num_tokens, dtype=np.bool_),
         rollout_logprobs=np.zeros(num_tokens, dtype=np.float32),
         policy_versions=np.full(num_tokens, NO_VERSION, dtype=np.int32),
+        images=prompt.images,
     )

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rl_core.images import ImageStore
 from rl_metrics.report.packing import BlobSink, Kind, pack
+from rl_metrics.report.thumbnails import Thumbnails
 from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.json_lines import as_plain, json_text
 from rl_metrics.run_files.rollout_log import FLOAT_COLUMNS, RolloutRow
@@ -123,14 +125,18 @@ def _chunked(
         yield first, chunk
 
 
-def pack_rollouts(rows: Iterable[RolloutRow], sink: BlobSink, *, num_recorded: int | None = None) -> str:
+def pack_rollouts(
+    rows: Iterable[RolloutRow], sink: BlobSink, *, images: ImageStore, num_recorded: int | None = None
+) -> str:
     """Pack trajectories, with only one chunk in memory, and return the name of the index.
 
     Args:
         rows: Trajectories, ordered by step.
         sink: Destination of the packed parts.
+        images: The run's images.
         num_recorded: Number of recorded trajectories, including omitted ones; None if none were omitted.
     """
+    thumbnails = Thumbnails(images, sink)
     index = _Index(ROLLOUT_COLUMNS, "source", "problem", "finish", "failure")
     chunks: list[dict[str, Any]] = []
     prompts: list[str] = []
@@ -149,7 +155,7 @@ def pack_rollouts(rows: Iterable[RolloutRow], sink: BlobSink, *, num_recorded: i
             if index.add(numbers | {"version": row.policy_version}, short, row.components):
                 prompts.append(_last_part(row.prompt, ASKED)[:SEEN_CHARACTERS])
             responses.append(one_line(_last_part(row.response, ANSWERED)))
-        texts = [_texts(row) for row in chunk]
+        texts = [_texts(row, thumbnails) for row in chunk]
         measures, tokens = _pack_tokens(chunk)
         for name, values in measures.items():
             index.columns[name].extend(values.tolist())
@@ -164,11 +170,12 @@ def _sizes(row: RolloutRow) -> tuple[int, int]:
     return len(row.tokens), sum(map(len, texts))
 
 
-def _texts(row: RolloutRow) -> list[Any]:
+def _texts(row: RolloutRow, thumbnails: Thumbnails) -> list[Any]:
     return [
         *(row.prompt, row.response, as_plain(row.ground_truth)),
         *(row.prompt_uid, row.session, row.output, row.time),
         *(row.failure, dict(row.components), dict(row.timings), dict(row.extras), row.turns),
+        [thumbnails.part(image.digest) for image in row.images],
     ]
 
 

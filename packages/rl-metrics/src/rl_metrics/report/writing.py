@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rl_core.cluster.processes.guard import is_running
 from rl_core.errors import SettingsError
 from rl_core.files import sync_file, sync_folder
+from rl_core.images import ImageStore
 from rl_core.record_fields import converts_arguments
 from rl_metrics.report.outcome import describe_outcome
 from rl_metrics.report.packing import BlobSink, pack, page_blobs
@@ -166,7 +167,8 @@ def _pack_rollouts(run: RunRecord, sink: BlobSink, max_trajectories: int, slowes
                 session["row"] = number
             yield row
 
-    return pack_rollouts(noted(rows), sink, num_recorded=num_recorded)
+    images = ImageStore(run.folder / "images")
+    return pack_rollouts(noted(rows), sink, images=images, num_recorded=num_recorded)
 
 
 def choose(rows: Iterable[RolloutRow], *, limit: int) -> tuple[NDArray[np.bool_], int]:

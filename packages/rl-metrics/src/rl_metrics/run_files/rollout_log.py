@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import structlog
 
-from rl_core.data import Json
+from rl_core.data import ImageSpan, Json
 from rl_core.errors import DataError
 from rl_core.record_fields import converts_arguments, record
 from rl_metrics.run_files.json_lines import JsonLinesWriter
@@ -55,6 +55,8 @@ class RolloutRow:
         components: Parts of the reward by name.
         extras: Further values from the reward and the agent loop, as JSON.
         turns: Turns of an agent's session; empty if the mask shows them.
+        images: Images among the trajectory's tokens, in order, as the folder `images` of the run has them. Texts have
+            "[image 84x56]" in their place.
         finish: Why the response ended: "stop", "length", "abort".
         timings: Seconds by part (generate_s, tools_s, reward_s), and preemptions as a count.
         failure: Why its session failed; None if it did not.
@@ -78,6 +80,7 @@ class RolloutRow:
     components: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, Json] = field(default_factory=dict)
     turns: tuple[ToldTurn, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     finish: str = "stop"
     timings: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
@@ -100,6 +103,7 @@ class RolloutRow:
         row["reward"] = _written(self.reward)
         row["components"] = {name: _written(value) for name, value in self.components.items()}
         row["timings"] = {name: _written(value) for name, value in self.timings.items()}
+        row["images"] = msgspec.to_builtins(self.images)
         row["mask"] = [int(is_sampled) for is_sampled in self.mask]
         for name in INT_COLUMNS:
             if name in self.columns:

@@ -65,6 +65,11 @@ class AgentRequest:
         return sum(map(len, self._texts)) + len(msgspec.json.encode(self.tools))
 
     @property
+    def has_images(self) -> bool:
+        """True if a message has images."""
+        return any(message.images for message in self.messages)
+
+    @property
     def num_double_spaces(self) -> int:
         """Number of pairs of spaces in the texts."""
         return sum(text.count("  ") for text in self._texts)

@@ -28,8 +28,8 @@ TEXT, INT, FLOAT = pa.string(), pa.int32(), pa.float64()
 TOKENS = {"input_ids": INT, "loss_mask": pa.bool_(), "rollout_logprobs": pa.float32(), "policy_versions": INT}
 OF_ROW = {"prompt_uid": TEXT, "session_index": INT, "output_index": INT, "parent": INT, "num_prompt_tokens": INT}
 OF_ROW |= {"finish_reason": TEXT, "reward": FLOAT}
-JSON = ("reward_components", "metadata")
-"""Columns that are objects in JSON lines and JSON strings in Parquet."""
+JSON = ("images", "reward_components", "metadata")
+"""Columns that are objects or lists in JSON lines and JSON strings in Parquet."""
 
 
 def run_list(arguments: Namespace) -> int:
@@ -153,6 +153,7 @@ def _rows(folder: Path, counts: Counter[str], unreadable: list[str]) -> Iterator
                 "session": session.session_id,
                 **{name: getattr(row, name) for name in OF_ROW},
                 **{name: getattr(row, name).tolist() for name in TOKENS},
+                "images": [[one.digest, one.start, one.length] for one in row.images],
                 "reward_components": dict(row.reward_components),
                 "metadata": session.metadata,
             }

@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 import structlog
 
-from rl_core.data import IntArray
+from rl_core.data import ImageSpan, IntArray
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import checksum, open_lock_file, open_plain
 from rl_rollout.engines.protocol import Generation, SamplingParams
 from rl_rollout.gateway.messages import ChatMessage, MessageRole
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.sessions import Session, SessionLimits
-from rl_rollout.gateway.tree import Sample, TreePosition, Turn
+from rl_rollout.gateway.tree import Sample, Turn
 
 log = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class _State(msgspec.Struct, tag="state", forbid_unknown_fields=True):
     passed_s: float = 0.0  # set after the conversion of a session
 
 
-class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True):
+class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     message: ChatMessage
     generation: Generation
     asked_digest: bytes
@@ -68,6 +68,7 @@ class _Said(msgspec.Struct, tag="said", forbid_unknown_fields=True, kw_only=True
     after: int | None  # number of the sample before the turn
     digests: list[bytes]
     new_ids: IntArray
+    new_images: tuple[ImageSpan, ...] = ()
     asked_by: MessageRole
     kept_ids: IntArray | None  # None if all tokens are kept
     key: bytes  # of the turn
@@ -123,6 +124,7 @@ class SessionFile:
             after=None if turn.after is None else self._numbers[turn.after],
             digests=list(digests),
             new_ids=turn.new_ids,
+            new_images=turn.new_images,
             asked_by=turn.asked_by,
             kept_ids=None if kept is sample.generation.token_ids else kept,
             key=turn.key,
@@ -305,10 +307,8 @@ def _take(session: Session, record: Any) -> None:
 
 def _sample(session: Session, said: _Said) -> Sample:
     after = None if said.after is None else session.tree.samples[said.after]
-    place = TreePosition(
-        after=after, num_matched=0, turn=None, num_known=0, knows_tools=True, is_fork=False, key=said.key
-    )
-    turn: Turn = session.tree.open_turn(place, said.digests, said.new_ids, asked_by=said.asked_by)
+    turn = Turn(after=after, new_ids=said.new_ids, new_images=said.new_images, asked_by=said.asked_by, key=said.key)
+    turn = session.tree.open_turn(turn, said.digests)
     kept = said.generation.token_ids if said.kept_ids is None else said.kept_ids
     fields = {name: getattr(said, name) for name in _OF_SAMPLE}
     return Sample(turn=turn, kept_ids=kept, is_delivered=False, **fields)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rl_core.data import Json
 from rl_rollout.loops.turns import harmless, numbered_call
@@ -30,6 +30,18 @@ class Call:
     call_id: str = ""
 
 
+class MessageImage(NamedTuple):
+    """An image in a message.
+
+    Attributes:
+        at: Number of characters of the message's content before it.
+        digest: Its digest in the store.
+    """
+
+    at: int
+    digest: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
     """One message of a conversation.
@@ -37,6 +49,7 @@ class ChatMessage:
     Attributes:
         role: Author of the message; "developer" is read as "system".
         content: Text; text parts are joined.
+        images: Images in the content of a user or a tool, in order.
         reasoning: An assistant's reasoning before the content.
         calls: Tool calls of an assistant.
         call_id: Id of the call that a tool's message answers.
@@ -44,6 +57,7 @@ class ChatMessage:
 
     role: MessageRole
     content: str = ""
+    images: tuple[MessageImage, ...] = ()
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     call_id: str = ""
@@ -57,7 +71,7 @@ class ChatMessage:
         """
         content = self.content.strip() if self.role == "assistant" else self.content
         calls = [(call.name, canonical_json(call.arguments)) for call in self.calls]
-        return _digest(json.dumps([self.role, content, calls]))
+        return _digest(json.dumps([self.role, content, calls, *self.images]))
 
 
 def context_digests(tools: Sequence[Mapping[str, Json]], messages: Iterable[ChatMessage]) -> list[bytes]:
@@ -142,7 +156,7 @@ def template_messages(
     calls = after.calls if after else ()
     num_answered = 0
     for message in messages:
-        one: dict[str, Json] = {"role": message.role, "content": harmless(message.content, control_tokens)}
+        one: dict[str, Json] = {"role": message.role, "content": _content(message, control_tokens)}
         if message.role == "assistant":
             calls, num_answered = message.calls, 0
             if message.reasoning:
@@ -166,6 +180,21 @@ def template_messages(
             one["name"] = harmless(calls[index].name, control_tokens) if index < len(calls) else ""
         rendered.append(one)
     return rendered
+
+
+def _content(message: ChatMessage, control_tokens: re.Pattern[str]) -> Json:
+    """Return text, or parts if there are images."""
+    if not message.images:
+        return harmless(message.content, control_tokens)
+    parts: list[Json] = []
+    start = 0
+    for at, digest in (*message.images, (len(message.content), "")):
+        if at > start:
+            parts.append({"type": "text", "text": harmless(message.content[start:at], control_tokens)})
+        if digest:
+            parts.append({"type": "image", "digest": digest})
+        start = at
+    return parts
 
 
 def _arguments(text: str, *, are_text: bool) -> Json:

@@ -243,4 +243,5 @@ def _as_json(session: Session) -> dict[str, Json]:
 
 def _row(row: Trajectory) -> dict[str, Json]:
     arrays = {name: getattr(row, name).tolist() for name in ARRAYS}
+    arrays["images"] = [[one.digest, one.start, one.length] for one in row.images]
     return {**arrays, **{name: getattr(row, name) for name in ("output_index", "parent", "finish_reason", "reward")}}

@@ -13,9 +13,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from rl_core.data import IntArray, Json
+from rl_core.data import ImageSpan, IntArray, Json
 from rl_core.errors import DataError, SettingsError
 from rl_rollout.gateway.agent_requests import AgentRequest
+from rl_rollout.gateway.images import image_places, keep_images
 from rl_rollout.gateway.messages import ChatMessage, context_digests, template_messages
 from rl_rollout.gateway.refusals import RefusedError
 from rl_rollout.gateway.sessions import Session
@@ -29,6 +30,8 @@ NUM_THREADS = 2
 MAX_TOOLSETS = 64
 """Number of tool sets whose checked templates are kept; agents rarely change their tools."""
 ResultT = TypeVar("ResultT")
+NewTokens = tuple[IntArray, tuple[ImageSpan, ...]]
+"""[N] int32 tokens, and the images among them."""
 
 
 class ConversationEncoder:
@@ -184,6 +187,17 @@ class Placer:
         self._encoder, self._tokenizer = encoder, tokenizer
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gateway-encoding")
 
+    async def keep_images(self, session: Session, body: dict[str, Json], *, max_images: int) -> None:
+        """Keep the images of a request; see `rl_rollout.gateway.images`. Those of a policy of text are refused later.
+
+        Raises:
+            RefusedError: There are too many, or one cannot be used.
+        """
+        images = self._tokenizer.images
+        if images is not None and max_images and (places := image_places(body)):
+            keep = partial(keep_images, places, session, images.store, max_images=max_images)
+            await self._encoded(session, keep, is_long=True)
+
     async def placed(self, session: Session, ask: AgentRequest) -> PlacedRequest:
         """Encode a request and find its place, which is valid until the caller awaits something else.
 
@@ -198,14 +212,17 @@ class Placer:
         if messages is not ask.messages:
             ask = replace(ask, messages=tuple(messages))
             digests = ask.digests
+        images: tuple[ImageSpan, ...] = ()
         if ask.prompt is None:
-            place, new_ids = await self._place(session, ask, digests)
+            place, (new_ids, images) = await self._place(session, ask, digests)
         else:
             input_ids = np.array(ask.prompt, dtype=np.int32)
             place, num_said = session.tree.place_tokens(input_ids)
             new_ids = input_ids[num_said:]
         asked_by = ask.messages[-1].role if ask.messages else "user"
-        turn = place.turn or Turn(after=place.after, new_ids=new_ids, asked_by=asked_by)
+        turn = place.turn or Turn(
+            after=place.after, new_ids=new_ids, new_images=images, asked_by=asked_by, key=place.key
+        )
         return PlacedRequest(
             session=session,
             ask=ask,
@@ -224,44 +241,53 @@ class Placer:
         """
         toolset = context_digests(ask.tools, ())[0]
         opening = partial(self._encoder.opening_ids, ask.messages, tools=ask.tools, toolset=toolset)
-        return len(await self._encoded(session, ask.num_chars, opening))
+        return len(await self._encoded(session, opening, is_long=_is_long(ask)))
 
     async def _place(
         self, session: Session, ask: AgentRequest, digests: Sequence[bytes]
-    ) -> tuple[TreePosition, IntArray]:
+    ) -> tuple[TreePosition, NewTokens]:
         """Return the place of a conversation and its new tokens, which are encoded again if the place changed."""
-        encoded: tuple[Sample | None, IntArray] | None = None
+        encoded: tuple[Sample | None, NewTokens] | None = None
         while True:
             place = session.tree.place(digests, ask.messages)
             if place.turn is not None:
-                return place, place.turn.new_ids
+                return place, (place.turn.new_ids, place.turn.new_images)
             if encoded is not None and encoded[0] is place.after:
                 return place, encoded[1]
             new = replace(ask, messages=ask.messages[place.num_matched :])
-            new_ids = await self._encoded(session, new.num_chars, partial(self._new_ids, place, ask, digests[0]))
-            encoded = place.after, new_ids
+            encode = partial(self._new_tokens, place, ask, digests[0])
+            encoded = place.after, await self._encoded(session, encode, is_long=_is_long(new))
 
-    def _new_ids(self, place: TreePosition, ask: AgentRequest, toolset: bytes) -> IntArray:
+    def _new_tokens(self, place: TreePosition, ask: AgentRequest, toolset: bytes) -> NewTokens:
         if place.after is None:
-            return self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)
-        return self._encoder.following_ids(
-            ask.messages,
-            after=place.num_matched,
-            last_token=int(place.after.generation.token_ids[-1]),
-            tools=ask.tools,
-            toolset=toolset,
-        )
+            ids = self._encoder.opening_ids(ask.messages, tools=ask.tools, toolset=toolset)
+        else:
+            ids = self._encoder.following_ids(
+                ask.messages,
+                after=place.num_matched,
+                last_token=int(place.after.generation.token_ids[-1]),
+                tools=ask.tools,
+                toolset=toolset,
+            )
+        digests = [image.digest for message in ask.messages[place.num_matched :] for image in message.images]
+        images = self._tokenizer.images
+        return ids, images.spans(ids, digests) if digests and images is not None else ()
 
     async def _prompt_ids(self, session: Session, prompt: str) -> list[int]:
         encode = partial(self._tokenizer.encode, [prompt], add_special_tokens=True)
         try:
-            (ids,) = await self._encoded(session, len(prompt), encode)
+            (ids,) = await self._encoded(session, encode, is_long=len(prompt) >= LONG_CHARS)
         except DataError as error:
             raise RefusedError(str(error), param="prompt") from error
         return ids
 
-    async def _encoded(self, session: Session, num_chars: int, encode: Callable[[], ResultT]) -> ResultT:
-        if num_chars < LONG_CHARS:
+    async def _encoded(self, session: Session, encode: Callable[[], ResultT], *, is_long: bool) -> ResultT:
+        if not is_long:
             return encode()
         async with session.encoding:  # so that one session never occupies all threads
             return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+
+def _is_long(ask: AgentRequest) -> bool:
+    """True if encoding would block other sessions: images are read from files."""
+    return ask.num_chars >= LONG_CHARS or ask.has_images

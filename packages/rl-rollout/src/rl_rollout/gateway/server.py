@@ -264,7 +264,7 @@ class Gateway:
     async def _answered(self, kind: Callable[[Mapping[str, Json], str], WireApi], request: Request) -> Response:
         session = await self._session(request)
         body = await self._bodies.read(request, session.session_id)
-        self.service.check_entries(session, body)
+        await self.service.check_body(session, body)
         api = kind(with_items(body, session) if kind is Responses else body, self.options.model)
         ask, is_stream = _with_headers(api.ask, request), bool(body.get("stream"))
         del body  # it may be large
@@ -283,7 +283,7 @@ class Gateway:
     async def _count_tokens(self, request: Request) -> Response:
         session = await self._session(request)
         body = await self._bodies.read(request, session.session_id)
-        self.service.check_entries(session, body)
+        await self.service.check_body(session, body)
         ask = read_messages_request(body, needs_limit=False)
         return JSONResponse({"input_tokens": await self.service.num_input_tokens(session, ask)})
 

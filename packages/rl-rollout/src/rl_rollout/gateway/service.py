@@ -201,11 +201,13 @@ class PolicyService:
             task.cancel()
             raise
 
-    def check_entries(self, session: Session, body: Mapping[str, Json]) -> None:
-        """Refuse a body with too many messages before it is read, which would block others; it counts as a turn.
+    async def check_body(self, session: Session, body: dict[str, Json]) -> None:
+        """Check a body before it is read, and keep its images, whose places then have their digests.
+
+        One with too many messages would block others; it counts as a turn.
 
         Raises:
-            RefusedError: There are too many, or the session may not ask.
+            RefusedError: There are too many messages or images, an image cannot be used, or the session may not ask.
         """
         session.check_may_ask()
         try:
@@ -213,6 +215,7 @@ class PolicyService:
         except RefusedError:
             self._count(session, "turns")
             raise
+        await self._placer.keep_images(session, body, max_images=self.engine.traits.max_images)
 
     async def num_input_tokens(self, session: Session, ask: AgentRequest) -> int:
         """Return the number of tokens of a conversation, without sampling or storing anything.
@@ -236,6 +239,7 @@ class PolicyService:
                 input_ids=request.input_ids,
                 sampling=replace(sampling, stop_token_ids=stops),
                 num_samples=ask.num_choices,
+                images=request.turn.images,
                 request_id=name,
                 on_tokens=None if live is None else live.feed,
             )
@@ -299,7 +303,7 @@ class PolicyService:
             self._count(session, f"roots_{reason}")
             if reason != "first":
                 log.info("gateway_new_root", session=session.session_id, differs=reason, message_index=place.num_known)
-        request.turn = session.tree.open_turn(place, request.digests, turn.new_ids, asked_by=turn.asked_by)
+        request.turn = session.tree.open_turn(turn, request.digests)
 
     async def _generate(self, request: PlacedRequest, asked: GenerateRequest) -> tuple[list[Generation], float]:
         session, digest = request.session, request.place.key
@@ -358,7 +362,7 @@ class PolicyService:
             turn=request.turn,
             message=message,
             generation=generation,
-            asked_digest=digest_of(request.input_ids),
+            asked_digest=digest_of(request.input_ids, request.turn.images),
             kept_ids=kept,
             request_index=request.number,
             generate_s=engine_s / ask.num_choices,

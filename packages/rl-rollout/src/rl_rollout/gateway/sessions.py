@@ -74,6 +74,7 @@ class Session:
         counts: Event counts: turns, forks, roots by reason and others.
         overheads_ms: Time of the most recent turns in milliseconds, without the engine's time.
         answers: Answers to the most recent requests with an idempotency key, by that key and the conversation's digest.
+        images: Size in bytes of each image that requests had, by digest.
         faults: Reasons of failed requests that were not retried successfully, by the conversation's digest.
         reward: Reward set by the owner; None until then.
         reward_components: Named parts of the reward.
@@ -98,6 +99,7 @@ class Session:
     counts: Counter[str] = field(default_factory=Counter)
     overheads_ms: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_OVERHEADS))
     answers: dict[str, "asyncio.Future[Answer]"] = field(default_factory=dict)
+    images: dict[str, int] = field(default_factory=dict)
     faults: dict[bytes, str] = field(default_factory=dict)
     reward: float | None = None
     reward_components: Mapping[str, float] = field(default_factory=dict)

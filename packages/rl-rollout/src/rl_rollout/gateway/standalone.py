@@ -49,8 +49,8 @@ def run_serve(arguments: Namespace) -> int:
 async def _serve(arguments: Namespace) -> None:
     given, feed, key_file = vars(arguments), _feed(arguments), arguments.owner_key_file
     template = None if arguments.chat_template is None else arguments.chat_template.read_text()
-    tokenizer = PromptTokenizer.load(arguments.folder, chat_template=template)
-    engine = _engine(arguments)
+    engine, image_folder = _engine(arguments)
+    tokenizer = PromptTokenizer.load(arguments.folder, chat_template=template, image_folder=image_folder)
     sampling = SamplingParams(**{name: given[name] for name in OF_SAMPLING})
     gateway = Gateway(
         engine,
@@ -84,21 +84,22 @@ async def _serve(arguments: Namespace) -> None:
         feed()
 
 
-def _engine(arguments: Namespace) -> RolloutEngine:
-    """Create the engine, without starting it."""
+def _engine(arguments: Namespace) -> tuple[RolloutEngine, Path | None]:
+    """Create the engine, without starting it. Also return the folder of its images."""
     name = arguments.engine
     try:
         options = msgspec.json.decode(arguments.engine_options, type=dict[str, Any])
         made = ENGINE_OPTIONS[name](**options) if name in ENGINE_OPTIONS else options
+        image_folder = options.get("image_folder")
         if name == "vllm" if arguments.engine_process is None else arguments.engine_process:
-            return ProcessEngine(name, arguments.folder, made, host=EnginePlacement())
+            return ProcessEngine(name, arguments.folder, made, host=EnginePlacement()), image_folder
         engine: RolloutEngine = engine_class(name)(arguments.folder, made)
     except (msgspec.MsgspecError, TypeError) as error:
         fields = ", ".join(getattr(ENGINE_OPTIONS.get(name), "__dataclass_fields__", ("as defined by the engine",)))
         raise SettingsError(
             f"--engine-options must be a JSON object with options of {name}: {error}. Fields: {fields}."
         ) from None
-    return engine
+    return engine, image_folder
 
 
 def _owner_key(file: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from rl_core.data import IntArray, Json, Timings, Trajectory
+from rl_core.data import ImageSpan, IntArray, Json, Timings, Trajectory
 from rl_core.errors import DataError
 from rl_rollout.audit import SampledSpan
 from rl_rollout.engines.protocol import Generation
@@ -28,6 +28,7 @@ class Turn:
     Attributes:
         after: The preceding sample; None at the beginning of a conversation.
         new_ids: [N] int32 tokens after that sample, including the generation prompt.
+        new_images: Images among new_ids.
         asked_by: Role of the last message.
         key: Exact digest of its conversation, from `exact_digests`.
         samples: Samples of this input; several if the request was retried or asked for several choices.
@@ -35,6 +36,7 @@ class Turn:
 
     after: "Sample | None"
     new_ids: IntArray
+    new_images: tuple[ImageSpan, ...] = ()
     asked_by: MessageRole = "user"
     key: bytes = b""
     samples: list["Sample"] = field(default_factory=list)
@@ -50,6 +52,20 @@ class Turn:
             parts.append(turn.new_ids)
         return np.concatenate(parts[::-1]).astype(np.int32, copy=False)
 
+    @property
+    def images(self) -> tuple[ImageSpan, ...]:
+        """The images among `input_ids`."""
+        turns: list[Turn] = [self]
+        while (before := turns[-1].after) is not None:
+            turns.append(before.turn)
+        images: list[ImageSpan] = []
+        start = 0
+        for turn in reversed(turns):
+            start += 0 if turn.after is None else len(turn.after.kept_ids)
+            images += (replace(one, start=start + one.start) for one in turn.new_images)
+            start += len(turn.new_ids)
+        return tuple(images)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sample:
@@ -59,7 +75,7 @@ class Sample:
         turn: The turn that it answers.
         message: The message sent to the client.
         generation: The engine's result.
-        asked_digest: Digest of the engine's input tokens.
+        asked_digest: Digest of the engine's input: its tokens and images.
         kept_ids: [K] int32 tokens that later turns contain: all, or those without the reasoning.
         request_index: Index of the request in the session; all choices of a request share it.
         generate_s: The engine's time in seconds, divided by the number of choices.
@@ -203,14 +219,11 @@ class SessionTree:
             after, num_matched=0, turn=turn, num_known=0, knows_tools=True, is_fork=is_fork, key=key
         ), num_said
 
-    def open_turn(
-        self, place: TreePosition, digests: Sequence[bytes], new_ids: IntArray, *, asked_by: MessageRole = "user"
-    ) -> Turn:
-        """Add the turn of a request; an identical request returns the existing turn."""
-        beside = self._roots if place.after is None else place.after.turns
+    def open_turn(self, turn: Turn, digests: Sequence[bytes]) -> Turn:
+        """Add the turn of a request, whose conversation has these digests; return the existing turn if it is equal."""
+        beside = self._roots if turn.after is None else turn.after.turns
         self._known.update(digests)
-        turn = Turn(after=place.after, new_ids=new_ids, asked_by=asked_by, key=place.key)
-        return beside.setdefault(place.key, turn)
+        return beside.setdefault(turn.key, turn)
 
     def add(self, sample: Sample, digests: Sequence[bytes]) -> None:
         """Add a sample to its turn, whose conversation has these digests."""
@@ -267,14 +280,14 @@ class SessionTree:
         """Return the inputs and results of the engine, for the audit.
 
         Raises:
-            DataError: The tokens of a turn differ from the engine's input.
+            DataError: The tokens or images of a turn differ from the engine's input.
         """
         spans = []
         for number, sample in enumerate(self._in_order):
-            input_ids = sample.turn.input_ids
-            if digest_of(input_ids) != sample.asked_digest:
+            input_ids, images = sample.turn.input_ids, sample.turn.images
+            if digest_of(input_ids, images) != sample.asked_digest:
                 raise DataError(f"the tree's tokens of request {number} differ from the engine's input.")
-            spans.append(SampledSpan.of(input_ids, sample.generation))
+            spans.append(SampledSpan.of(input_ids, sample.generation, images=images))
         return spans
 
     def _leaves(self, trains: set[Sample]) -> Iterator[Sample]:
@@ -288,9 +301,10 @@ class SessionTree:
         return (one for one in self._in_order if one in trains and (one not in has_later or not _is_whole(one)))
 
 
-def digest_of(input_ids: IntArray) -> bytes:
-    """Return the digest of an engine's input tokens."""
-    return blake2b(_bytes_of(input_ids), digest_size=DIGEST_BYTES).digest()
+def digest_of(input_ids: IntArray, images: Sequence[ImageSpan] = ()) -> bytes:
+    """Return the digest of an engine's input: tokens and images."""
+    placed = "".join(f" {one.digest} {one.start} {one.length}" for one in images)
+    return blake2b(_bytes_of(input_ids) + placed.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def _likeliest(candidates: Sequence[Sample], sent: ChatMessage) -> Sample:
@@ -375,6 +389,7 @@ def _trajectory(
             generate_s=sum(one.generate_s for one in own),
             preemptions=sum(one.generation.num_preempted for one in own),
         ),
+        images=leaf.turn.images,
     )
 
 

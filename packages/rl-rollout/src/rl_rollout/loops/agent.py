@@ -20,6 +20,7 @@ from rl_rollout.loops.agent_options import AgentOptions
 from rl_rollout.loops.agent_program import AgentProgram, describe_run
 from rl_rollout.loops.protocol import AgentOutcome, AgentTask, LoopContext, SessionLoop, SessionResult, describe_failure
 from rl_rollout.loops.single_turn import with_reward
+from rl_rollout.prompts.image_tokens import with_data_urls
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.outputs import read_output
 from rl_rollout.rewards.protocol import AgentRun, RewardInput, RewardResult
@@ -217,7 +218,12 @@ class AgentsLoop(SessionLoop):
 
     async def _run(self, gateway: Gateway, session: Session, prompt: Prompt, context: LoopContext) -> SessionResult:
         index = session.session_index
-        task = AgentTask(prompt=prompt, base_url=gateway.url, api_key=session.key, session_index=index)
+        images = None if context.tokenizer is None else context.tokenizer.images
+        shown = prompt
+        if prompt.images and images is not None:
+            messages = await asyncio.to_thread(with_data_urls, prompt.messages, images.store)
+            shown = replace(prompt, messages=tuple(messages))
+        task = AgentTask(prompt=shown, base_url=gateway.url, api_key=session.key, session_index=index)
         started_at = time.perf_counter()
         async with self._agents.running(task) as outcome:
             wall_s = time.perf_counter() - started_at

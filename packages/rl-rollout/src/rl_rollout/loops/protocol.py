@@ -122,7 +122,8 @@ class AgentTask:
     """The task of a third-party agent, which calls the policy through the gateway.
 
     Attributes:
-        prompt: The row, with its messages, columns and ground truth.
+        prompt: The row, with its messages, columns and ground truth. Images are `data:` URLs, as OpenAI's clients send
+            them.
         base_url: URL of the gateway. Clients of OpenAI's API append "/v1".
         api_key: Key of the session.
         session_index: Index of the session in the group.

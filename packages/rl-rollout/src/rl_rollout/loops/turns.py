@@ -150,7 +150,8 @@ class ChatTurns:
         Raises:
             DataError: The template refuses the messages.
         """
-        return self._encode(self._tokenizer.render(messages, where="the messages", tools=self._tools))
+        text = self._tokenizer.render(messages, where="the messages", tools=self._tools)
+        return self._encode(text, image_digests(messages))
 
     def following_ids(self, messages: Sequence[Message], *, calls: Sequence[str], last_token: int) -> IntArray:
         """Same as `reply_ids`, for any messages. Control tokens in them stay control tokens.

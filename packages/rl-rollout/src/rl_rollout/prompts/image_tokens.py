@@ -1,9 +1,13 @@
 """Images of messages as tokens, for loops that render messages during a run."""
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 
 from rl_core.data import ImageSpan, IntArray, Json
 from rl_core.images import ImageProcessor, ImageStore
+
+FIRST_BYTES = {"png": b"\x89PNG", "jpeg": b"\xff\xd8", "gif": b"GIF8", "bmp": b"BM"}
+"""First bytes of encoded images, by the name of their media type."""
 
 
 class ImageTokens:
@@ -40,6 +44,29 @@ def image_digests(messages: Iterable[Mapping[str, Json]]) -> list[str]:
     """Return the digests of the messages' images, in their order."""
     parts = (part for one in messages if isinstance(one.get("content"), list) for part in one["content"])
     return [part["digest"] for part in parts if part.get("type") == "image" and "digest" in part]
+
+
+def with_data_urls(messages: Iterable[Mapping[str, Json]], store: ImageStore) -> list[dict[str, Json]]:
+    """Return messages with each image in the form in which OpenAI's clients send it.
+
+    Raises:
+        DataError: An image is missing.
+    """
+
+    def part_of(part: Json) -> Json:
+        if part.get("type") != "image" or "digest" not in part:
+            return part
+        data = store.get(part["digest"])
+        kind = next((kind for kind, first in FIRST_BYTES.items() if data.startswith(first)), "webp")
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(data).decode()}"},
+        }
+
+    return [
+        {**one, "content": list(map(part_of, one["content"]))} if isinstance(one.get("content"), list) else {**one}
+        for one in messages
+    ]
 
 
 def message_text(message: Mapping[str, Json]) -> str:

@@ -55,7 +55,7 @@ function tokenView(part, learnerVersion, { coloring, lay, told }) {
   const spans = part.tokens.map((token, place) => {
     const isSampled = !part.columns.mask || part.columns.mask[place] > 0;
     const span = make("bdi", { class: `token${isSampled ? "" : " masked"}${part.columns.differs?.[place] ? " differs" : ""}`, "data-place": place });
-    span.textContent = visible(part.texts[place]).replace(LINE_ENDS, "↵\n") || (token ? "" : "∅");
+    span.textContent = visible(part.texts[place]).replace(LINE_ENDS, "↵\n") || (token || !isSampled ? "" : "∅"); // of an image, all but the first token have no text
     return span;
   });
   let next = 0;

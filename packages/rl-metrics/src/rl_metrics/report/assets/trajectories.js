@@ -39,8 +39,8 @@ class Trajectories extends TextChunks {
   /** Prompt, response and other texts of a trajectory. */
   async text(row) {
     const fields = await this.fields(row);
-    const [prompt, response, truth, uid, session, output, time, failure, components, timings, extras, turns] = fields;
-    return { prompt, response, truth, uid, session, output, time, failure, components, timings, extras, turns };
+    const [prompt, response, truth, uid, session, output, time, failure, components, timings, extras, turns, images] = fields;
+    return { prompt, response, truth, uid, session, output, time, failure, components, timings, extras, turns, images };
   }
 
   /** Tokens of a trajectory: {tokens, ids, columns}, with the known columns by name. */

@@ -31,6 +31,7 @@ async function showTrajectory(place, runs, number_, row, { isBeside = false, aga
     actionBar(trajectories, number_, row, own, isBeside ? [] : group),
     ...trajectoryFacts(trajectories, row, text),
     text.failure ? make("p", { class: "failure" }, `Failed: ${text.failure}`) : "",
+    imageNodes(text.images),
     ...conversationNodes(place, trajectories.columns.version[row], own, { isBeside, differs: other && differences(own.response, other.response)[0] }),
     text.truth === null ? "" : make("p", {}, "Expected: ", make("code", {}, visible(typeof text.truth === "string" ? text.truth : JSON.stringify(text.truth)))),
     rewardParts(text, trajectories, row, group, runs.length > 1 ? ` of ${header.name}` : ""),
@@ -40,6 +41,19 @@ async function showTrajectory(place, runs, number_, row, { isBeside = false, aga
     isBeside ? "" : sameProblem(runs, number_, row),
   );
   return text;
+}
+
+/** Thumbnails of a trajectory's images, in order; a number for an image that the report does not have. */
+function imageNodes(images) {
+  if (!images.length) return "";
+  const shown = images.map((part, place) => {
+    const name = `image ${place + 1}`;
+    if (!part) return make("span", { class: "muted" }, name);
+    const picture = make("img", { alt: name, title: name });
+    store.read(part).then(({ header }) => picture.setAttribute("src", header.url));
+    return picture;
+  });
+  return make("div", { class: "bar images", role: "group", "aria-label": "Images" }, shown);
 }
 
 /** The turns of prompt and response, with colored tokens if they are known. */

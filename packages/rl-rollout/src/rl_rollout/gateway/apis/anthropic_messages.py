@@ -12,6 +12,7 @@ from rl_rollout.gateway.apis.reading import (
     as_list,
     as_object,
     check_fields,
+    content_of,
     read_conversation,
     read_schema,
     read_tools,
@@ -19,7 +20,8 @@ from rl_rollout.gateway.apis.reading import (
     text_of,
 )
 from rl_rollout.gateway.apis.streams import WireApi
-from rl_rollout.gateway.messages import Call, ChatMessage
+from rl_rollout.gateway.images import KeptImage
+from rl_rollout.gateway.messages import Call, ChatMessage, MessageImage
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sampling import read_sampling
 from rl_rollout.gateway.tree import Sample
@@ -180,12 +182,17 @@ def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
         raise refused_field(f"{where}.role", role, '"user" or "assistant"')
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+    if not isinstance(blocks, list) or not all(isinstance(block, dict | KeptImage) for block in blocks):
         raise refused_field(f"{where}.content", content, "a string or a list of blocks")
-    texts, thoughts, calls = [], [], []
+    texts: list[str] = []
+    images: list[MessageImage] = []
+    thoughts, calls = [], []
     for index, block in enumerate(blocks):
-        place, kind = f"{where}.content[{index}]", block.get("type")
-        if kind == "text":
+        place = f"{where}.content[{index}]"
+        kind = "image" if isinstance(block, KeptImage) else block.get("type")
+        if isinstance(block, KeptImage) and role == "user":
+            images.append(MessageImage(len("".join(texts)), block.digest))
+        elif kind == "text":
             texts.append(text_field(block, "text", place))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(text_field(block, "thinking", place))
@@ -194,11 +201,18 @@ def _messages(message: Json, where: str) -> Iterator[ChatMessage]:
             name, call_id = text_field(block, "name", place), str(block.get("id") or "")
             calls.append(Call(name=name, arguments=arguments, call_id=call_id))
         elif kind == "tool_result" and role == "user":
-            result = text_of(block.get("content"), f"{place}.content", between="\n")
-            if block.get("is_error") and not result.startswith("Error"):
-                result = f"Error: {result}"  # chat templates have no field for it
-            yield ChatMessage(role="tool", content=result, call_id=str(block.get("tool_use_id") or ""))
+            result = content_of(block.get("content"), f"{place}.content", between="\n")
+            if block.get("is_error") and not result.text.startswith("Error"):
+                result = result.after("Error: ")  # chat templates have no field for it
+            call_id = str(block.get("tool_use_id") or "")
+            yield ChatMessage(role="tool", content=result.text, images=result.images, call_id=call_id)
         elif kind != "redacted_thinking":
             raise refused_field(f"{place}.type", kind, "text, thinking, tool_use or tool_result, with a matching role")
-    if role == "assistant" or texts:
-        yield ChatMessage(role=role, content="".join(texts), reasoning="".join(thoughts), calls=tuple(calls))
+    if role == "assistant" or texts or images:
+        yield ChatMessage(
+            role=role,
+            content="".join(texts),
+            images=tuple(images),
+            reasoning="".join(thoughts),
+            calls=tuple(calls),
+        )

@@ -10,9 +10,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from rl_core.data import Json
 from rl_rollout.gateway.agent_requests import AgentRequest, Answer, StreamedAnswer
 from rl_rollout.gateway.apis.reading import (
+    Content,
     as_list,
     asks_for_usage,
     check_fields,
+    content_of,
     read_conversation,
     read_schema,
     read_tools,
@@ -145,9 +147,12 @@ def read_message(message: Json, where: str) -> ChatMessage:
     if not isinstance(calls, list):
         raise refused_field(f"{where}.tool_calls", calls, "a list of calls")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    content, place = message.get("content"), f"{where}.content"
+    said = content_of(content, place) if role in ("user", "tool") else Content(text_of(content, place))
     return ChatMessage(
         role=role,
-        content=text_of(message.get("content"), f"{where}.content"),
+        content=said.text,
+        images=said.images,
         reasoning=reasoning if role == "assistant" and isinstance(reasoning, str) else "",
         calls=tuple(read_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
         call_id=str(message.get("tool_call_id") or ""),

@@ -1,11 +1,12 @@
 """Parses the fields that are common to the requests of all APIs."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_core.data import Json
 from rl_rollout.gateway.agent_requests import AgentRequest
-from rl_rollout.gateway.messages import ChatMessage
+from rl_rollout.gateway.images import KeptImage
+from rl_rollout.gateway.messages import ChatMessage, MessageImage
 from rl_rollout.gateway.refusals import RefusedError, brief, refused_field
 
 Tools = tuple[Mapping[str, Any], ...]
@@ -185,28 +186,56 @@ def _call_schema(*, name: str, parameters: Json, **_others: Json) -> Json:
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-def text_of(content: Json, where: str, *, between: str = "") -> str:
-    """Return the text of a message's content, with its parts joined.
+class Content(NamedTuple):
+    """A message's text, and the images in it."""
+
+    text: str
+    images: tuple[MessageImage, ...] = ()
+
+    def after(self, text: str) -> "Content":
+        """Return the content with a text before it."""
+        images = tuple(MessageImage(len(text) + one.at, one.digest) for one in self.images)
+        return Content(text + self.text, images)
+
+
+def content_of(content: Json, where: str, *, between: str = "") -> Content:
+    """Return the content of a message, with its text parts joined.
 
     Args:
         content: A string or a list of parts; None is an empty text.
         where: Place of the content in the request.
-        between: Separator between parts.
+        between: Separator between text parts.
 
     Raises:
-        RefusedError: A part is not text.
+        RefusedError: A part is neither text nor a kept image.
     """
     if content is None or isinstance(content, str):
-        return content or ""
+        return Content(content or "")
     if not isinstance(content, list):
         raise refused_field(where, content, "a string or a list of text parts")
     texts: list[str] = []
+    images: list[MessageImage] = []
     for index, part in enumerate(content):
+        if isinstance(part, KeptImage):
+            images.append(MessageImage(len(between.join(texts)), part.digest))
+            continue
         kind = part.get("type") if isinstance(part, dict) else part
         if not isinstance(part, dict) or kind not in TEXTS:
             raise refused_field(f"{where}[{index}].type", kind, '"text": this policy supports only text')
         texts.append(text_field(part, "refusal" if kind == "refusal" else "text", f"{where}[{index}]"))
-    return between.join(texts)
+    return Content(between.join(texts), tuple(images))
+
+
+def text_of(content: Json, where: str, *, between: str = "") -> str:
+    """Return the text of a content that has no images, as `content_of` reads it.
+
+    Raises:
+        RefusedError: A part is not text.
+    """
+    text, images = content_of(content, where, between=between)
+    if images:
+        raise refused_field(where, "an image", "text: only messages of users and tools may have images")
+    return text
 
 
 def text_field(part: Mapping[str, Json], name: str, where: str) -> str:

@@ -13,6 +13,7 @@ from rl_rollout.gateway.apis.chat_completions import read_function, read_message
 from rl_rollout.gateway.apis.reading import (
     as_list,
     check_fields,
+    content_of,
     read_conversation,
     read_schema,
     read_tools,
@@ -320,8 +321,9 @@ def _messages(given: Json) -> list[ChatMessage]:
             call = read_function(called, where, call_id=str(item.get("call_id") or ""))
             turn["calls"] = (*turn.get("calls", ()), call)
         elif kind == "function_call_output":
-            output = text_of(item.get("output"), f"{where}.output")
-            messages.append(ChatMessage(role="tool", content=output, call_id=str(item.get("call_id") or "")))
+            output, images = content_of(item.get("output"), f"{where}.output")
+            call_id = str(item.get("call_id") or "")
+            messages.append(ChatMessage(role="tool", content=output, images=images, call_id=call_id))
         elif kind == "message" and is_said:
             turn["content"] = text_of(item.get("content"), f"{where}.content")
         elif kind == "message":
