@@ -44,7 +44,7 @@ class ImagePrompts:
         self._random = np.random.default_rng(0)
         self._digests = [self.add(*size) for size in SIZES]
         options: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
-        self._model: Any = AutoModelForImageTextToText.from_pretrained(model_dir, **options)
+        self._model: Any = AutoModelForImageTextToText.from_pretrained(model_dir, **options, trust_remote_code=False)
         self._weights = load_file(model_dir / "model.safetensors")
 
     def add(self, height: int = 56, width: int = 56) -> str:

@@ -227,7 +227,9 @@ def make_image_family(name: str, folder: Path, **changes: Any) -> None:
     fields = {"text_config": family.text | changes, "vision_config": family.vision, "tie_word_embeddings": False}
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **fields, **family.others, **ids)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(
+        config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32
+    )
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in model.parameters():  # biases and norms: a lost one must be seen

@@ -54,12 +54,13 @@ class ImageProcessor:
             from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
         except ImportError as error:
             raise MissingExtraError("images need transformers and Pillow. Install both.") from error
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        options: dict[str, Any] = {"local_files_only": True}
         try:
-            config: Any = AutoConfig.from_pretrained(folder, **options)
+            config: Any = AutoConfig.from_pretrained(folder, **options, trust_remote_code=False)
             kind: Any = PROCESSOR_MAPPING[type(config)]
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
-            parts = {"image_processor": AutoImageProcessor.from_pretrained(folder, **options), "tokenizer": tokenizer}
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options, trust_remote_code=False)
+            pixels: Any = AutoImageProcessor.from_pretrained(folder, **options, trust_remote_code=False)
+            parts = {"image_processor": pixels, "tokenizer": tokenizer}
             others = {name: None for name in kind.get_attributes() if name not in parts}
             own = _own_arguments(kind, folder, options)
             processor = _without_others(kind)(**parts, **others, **own, chat_template=tokenizer.chat_template)
