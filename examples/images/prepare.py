@@ -51,14 +51,14 @@ CHAT_TEMPLATE = (
 IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2_5_VLProcessor",
-    "patch_size": 4,
+    "patch_size": 8,
     "temporal_patch_size": 2,
     "merge_size": 2,
     "size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32},
     "image_mean": [0.5] * 3,
     "image_std": [0.5] * 3,
 }
-"""The processor's settings: a token for each cell of 8 x 8 pixels, 16 for a picture."""
+"""The processor's settings: a patch for each cell of 8 x 8 pixels, a token for four patches."""
 
 
 def make_tokenizer() -> Any:
@@ -206,7 +206,7 @@ def warm_up(part: Path, problems: Sequence[task.Problem], seed: int, steps: int)
     started = time.perf_counter()
     for step in range(1, steps + 1):
         result = learner.train_step(draw(hasty, counted, HASTY_SHARE * step / steps, random), supervised_objective)
-        if step % 50 == 0:
+        if step % 25 == 0:
             took = time.perf_counter() - started
             rest = took / step * (steps - step)
             say(f"  warm-up {step}/{steps}, loss {result.loss:.3f}, {took:.0f} s, {rest:.0f} s to go")
