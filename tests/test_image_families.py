@@ -11,13 +11,16 @@ import pytest
 import torch
 from families import make_family
 from image_families import IMAGE_FAMILIES, make_image_family
+from peft import PeftModel
+from safetensors.torch import load_file
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.data import FloatArray, ImageSpan, IntArray, offsets_of
 from rl_core.errors import DataError, SettingsError, ShapeError
 from rl_core.images import ImageProcessor, ImageStore, encode_image
 from rl_core.weights import folder_views
-from rl_distill import LearnerOptions, ParallelOptions
+from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
+from rl_distill.checkpoints.merged_folder import merge_adapter
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
@@ -28,8 +31,8 @@ OPTIONS = LearnerOptions(
     learning_rate=1e-3, micro_batch_tokens=64, shared_prefix_tokens=4, weight_decay=0.0, num_threads=1
 )
 IN_CI = ("qwen2_5_vl", "gemma3")
-PADDED = ("gemma3",)
-"""Families whose attention among an image's tokens is not causal."""
+PADDED = ("gemma3", "qwen3_5")
+"""Families whose attention among an image's tokens is not causal, or whose layers keep a state."""
 families = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.soak) for name in IMAGE_FAMILIES]
 )
@@ -354,3 +357,31 @@ def test_a_policy_of_texts_refuses_images(rows: Rows, options: LearnerOptions, t
     learner.close()
     with pytest.raises(SettingsError, match="trains_vision = true needs a policy with a vision tower; Phi3ForCausalLM"):
         MegatronLearner(tmp_path / "phi3", replace(options, trains_vision=True))
+
+
+@families
+def test_an_adapter_changes_only_language_layers_and_is_that_of_peft(
+    name: str, folder: Path, rows: Rows, options: LearnerOptions, tmp_path: Path
+) -> None:
+    batch, lora = rows.batch, LoraOptions(rank=4, alpha=8.0)
+    learner = MegatronLearner(folder, replace(options, learning_rate=1e-2), lora=lora)
+    for _ in range(2):  # B begins with 0
+        learner.train_step(batch, supervised_objective)
+    learner.save(tmp_path / "saved")
+    modules = {one.removeprefix("base_model.model.").partition(".lora_")[0] for one in learner.export_adapter()}
+    assert modules
+    assert all("language_model.layers." in module for module in modules)
+    model = PeftModel.from_pretrained(class_of(folder), tmp_path / "saved" / "adapter")
+    own = torch.cat([class_logprobs(model.base_model.model, rows, batch, row) for row in range(len(batch))])
+    found = learner.logprobs(batch).values
+    assert np.abs(found - own.detach().numpy()).max() <= 1e-5
+    merge_adapter(tmp_path / "saved" / "adapter", tmp_path / "merged", base=folder)
+    for merged in (load_file(tmp_path / "merged" / "model.safetensors"), learner.export_weights()):
+        other = class_of(folder)
+        views = folder_views(other, other.state_dict())
+        with torch.no_grad():
+            for tensor, view in views.items():
+                view.copy_(merged.get(tensor, view))
+        served = torch.cat([class_logprobs(other, rows, batch, row) for row in range(len(batch))])
+        assert np.abs(found - served.detach().numpy()).max() <= 1e-5
+    learner.close()

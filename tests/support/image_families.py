@@ -26,6 +26,13 @@ TEXT: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 AXES = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 NORMAL = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
@@ -55,7 +62,14 @@ class ImageFamily:
     processor: dict[str, Any]
 
 
-def _qwen(name: str, *, text: dict[str, Any], vision: dict[str, Any], patch_size: int = 14) -> ImageFamily:
+def _qwen(
+    name: str,
+    *,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    patch_size: int = 14,
+    images: str = "Qwen2VLImageProcessor",
+) -> ImageFamily:
     """Return a family whose positions have three axes."""
     size = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
     sizes = {"patch_size": patch_size, "temporal_patch_size": 2, "merge_size": 2, "size": size}
@@ -84,7 +98,7 @@ def _qwen(name: str, *, text: dict[str, Any], vision: dict[str, Any], patch_size
             "vision_end_token_id": "vision_eos_token",
         },
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
-        images={"image_processor_type": "Qwen2VLImageProcessor", **sizes, **NORMAL},
+        images={"image_processor_type": images, **sizes, **NORMAL},
         processor={"processor_class": name},
     )
 
@@ -154,6 +168,20 @@ FAMILIES: dict[str, ImageFamily] = {
         processor={"image_seq_length": 1},
         image_seq_length=1,
         downsample_ratio=0.5,
+    ),
+    "qwen3_5": _qwen(
+        "Qwen3VLProcessor",
+        text=INTERLEAVED
+        | LINEAR
+        | {"rope_parameters": INTERLEAVED["rope_parameters"] | {"partial_rotary_factor": 1.0}},
+        vision=QWEN_VISION | {"num_position_embeddings": 64},
+        patch_size=16,
+    ),
+    "glm4v": _qwen(
+        "Glm4vProcessor",
+        text={"rope_parameters": AXES | {"partial_rotary_factor": 1.0}},
+        vision=QWEN_VISION | {"image_size": 56},
+        images="Glm4vImageProcessor",
     ),
 }
 """Families by transformers' model type."""

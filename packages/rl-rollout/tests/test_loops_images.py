@@ -277,8 +277,9 @@ def test_an_image_whose_file_has_changed_is_named(session, tokenizer):
         audit_images(trajectory, spans, images)
 
 
-def test_a_sampled_placeholder_is_no_image(prompt, tokenizer):
+def test_a_session_that_samples_a_placeholder_fails(prompt, tokenizer):
     engine = SeeingEngine(tokenizer, "It is <|image_pad|> 1.")
     group = run(SingleTurnLoop(), engine, prompt, tokenizer)
-    assert (group.failures, group.num_audited) == ((), 1)
-    assert (group.trajectories[0].input_ids[group.trajectories[0].num_prompt_tokens :] == PAD).any()
+    (reason,) = group.failures
+    assert reason == "the policy sampled token 5, the placeholder of images, which stands for no image here"
+    assert group.num_audit_failures == 0

@@ -26,7 +26,7 @@ from rl_rollout.schedule import Scheduler
 from rl_trainer_parts.learning.start_learners import describe_parameters
 from rl_trainer_parts.reporting.step_metrics import make_memory_watch
 from rl_trainer_parts.rollouts.inputs import Inputs
-from rl_trainer_parts.rollouts.setup import canary_sequences, queue_tasks
+from rl_trainer_parts.rollouts.setup import canary_prompts, queue_tasks
 from rl_trainer_parts.rollouts.skip_cache import with_absolute_cache
 from rl_trainer_parts.run.folder import RunFolder, read_run_state
 from rl_trainer_parts.run.lifecycle import RunLifecycle
@@ -178,10 +178,10 @@ class AsyncTrainingRun:
     async def _start_roles(self, stack: AsyncExitStack, queue: TransferQueue) -> None:
         """Start the processes of rollouter, learner and, if there are any, teachers; their models load later."""
         settings, roles, folder = self._settings, self._settings.roles, self._folder.path
-        digest, sequences = self._inputs.train.fingerprint, canary_sequences(settings, self._inputs.train)
+        digest, canary = self._inputs.train.fingerprint, canary_prompts(settings, self._inputs.train)
         own: dict[str, tuple[int, dict[str, Any]]] = {
             "rollouter": (roles.rollouter_restarts, {"log_directory": folder / "logs", "prompts_digest": digest}),
-            "learner": (roles.learner_restarts, {"canary_sequences": sequences, "folder": folder}),
+            "learner": (roles.learner_restarts, {"canary": canary, "folder": folder}),
         }
         if settings.distillation.teachers:
             own["teachers"] = roles.teacher_restarts, {"folder": folder}

@@ -43,7 +43,7 @@ from rl_trainer_parts.rollouts.evaluation import (
     with_results,
 )
 from rl_trainer_parts.rollouts.setup import (
-    canary_sequences,
+    canary_prompts,
     groups_of_texts,
     proof_tolerances,
     put_trajectories,
@@ -258,8 +258,9 @@ async def publish(parts: Parts, version: int, recorder: Recorder | None = None) 
 async def _publish_once(parts: Parts, version: int) -> PublishReport:
     """Export, pack, send and prove the learner's weights; the learner frees memory for an engine that wakes."""
     settings, learners, tolerances = parts.settings, parts.learners, proof_tolerances(parts.settings)
-    sequences = canary_sequences(settings, parts.inputs.train)
-    canary = learners.canary(sequences, replays=replays(settings))
+    prompts = canary_prompts(settings, parts.inputs.train)
+    sequences, images = [one.input_ids for one in prompts], [one.images for one in prompts]
+    canary = learners.canary(sequences, images=images, replays=replays(settings))
     update = learners.pack(parts.transport, version=version, leaves=settings.trainer.offload_learner)
     await _wake_engine(parts)
     report = await parts.engine.publish(update, canary=canary, tolerances=tolerances)

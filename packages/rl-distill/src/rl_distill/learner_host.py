@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rl_core import Batch, TransferQueue
 from rl_core.cluster import RoleReport, RoleView, process_report
-from rl_core.data import IntArray, Json
+from rl_core.data import ImageSpan, IntArray, Json
 from rl_core.errors import DeadlineError, NotReadyError, RoleDiedError
 from rl_core.record_fields import settings_record
 from rl_core.weights import Canary, ProofTolerances, PublishReport, WeightTransport, WeightUpdate
@@ -80,6 +80,7 @@ class LearnerHost:
         queue: TransferQueue,
         canary_sequences: Sequence[IntArray],
         *,
+        canary_images: Sequence[tuple[ImageSpan, ...]] = (),
         checkpoints: Path,
         keep: int,
         options: LearnerHostOptions,
@@ -89,12 +90,13 @@ class LearnerHost:
         Args:
             queue: Queue of the training rows.
             canary_sequences: Token sequences used to prove each weight update.
+            canary_images: Images of each of them; empty if none has any.
             checkpoints: Folder of the checkpoints.
             keep: Number of newest checkpoints to keep.
             options: Options of the host.
         """
         self._queue = queue
-        self._canary_sequences = list(canary_sequences)
+        self._canary_sequences, self._canary_images = list(canary_sequences), tuple(canary_images)
         self._options = options
         self.learners: Learners | None = None
         self.transport: WeightTransport | None = None
@@ -243,7 +245,7 @@ class LearnerHost:
             learners, transport = self._started, self.transport
             if transport is None:
                 raise NotReadyError("the learner has not started.")
-            canary = learners.canary(self._canary_sequences, replays=self._options.replays)
+            canary = learners.canary(self._canary_sequences, images=self._canary_images, replays=self._options.replays)
             update = learners.pack(transport, version=version, steps_on=True)
         is_live = update.is_sent or canary.logprobs is None
         pack_s = time.perf_counter() - started

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from rl_core import Batch, Ragged, RowKey
-from rl_core.data import ExpertArray, FloatArray, IntArray
+from rl_core.data import ExpertArray, FloatArray, ImageSpan, IntArray, image_extras
 from rl_core.errors import SettingsError
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.record_fields import converts_arguments
@@ -94,15 +94,22 @@ class Learners:
             )
         load(folders)
 
-    def canary(self, sequences: Sequence[IntArray], *, replays: bool = False) -> Canary:
+    def canary(
+        self,
+        sequences: Sequence[IntArray],
+        *,
+        images: Sequence[tuple[ImageSpan, ...]] = (),
+        replays: bool = False,
+    ) -> Canary:
         """Return fixed sequences with their logprobs under the current weights.
 
         Args:
             sequences: Token ids.
+            images: Images of each sequence; empty if none has any.
             replays: Omit the logprobs; `proven` computes them with the experts that an engine chose.
         """
-        logprobs = None if replays else self._canary_logprobs(sequences, [None] * len(sequences))
-        return Canary(sequences=list(sequences), logprobs=logprobs)
+        logprobs = None if replays else self._canary_logprobs(sequences, [None] * len(sequences), images)
+        return Canary(sequences=list(sequences), logprobs=logprobs, images=tuple(images) if any(images) else ())
 
     def proven(self, canary: Canary, report: PublishReport, *, tolerances: ProofTolerances) -> PublishReport:
         """Complete the proof of the current weights, and return the report; see `prove_canary`.
@@ -113,14 +120,18 @@ class Learners:
         return prove_canary(canary, report, self._canary_logprobs, tolerances=tolerances)
 
     def _canary_logprobs(
-        self, sequences: Sequence[IntArray], experts: Sequence[ExpertArray | None]
+        self,
+        sequences: Sequence[IntArray],
+        experts: Sequence[ExpertArray | None],
+        images: Sequence[tuple[ImageSpan, ...]] = (),
     ) -> list[FloatArray]:
         keys = [RowKey(f"canary-{index}", 0, 0) for index in range(len(sequences))]
         columns = {"input_ids": Ragged.from_rows(sequences, dtype="int32")}
         known = [of_sequence for of_sequence in experts if of_sequence is not None]
         if known:
             columns["routed_experts"] = Ragged(np.concatenate(known), columns["input_ids"].offsets)
-        return list(self.policy.logprobs(Batch(keys, columns)))
+        extras = [image_extras(spans) for spans in images] or None
+        return list(self.policy.logprobs(Batch(keys, columns, extras=extras)))
 
     def pack(
         self, transport: WeightTransport, *, version: int, steps_on: bool = False, leaves: bool = False

@@ -70,6 +70,10 @@ def _learner_problems(
             "overlap_param_gather needs parallel.distributed_optimizer = true; found false. Without it, each rank "
             "updates all of its weights, and there is nothing to gather. Set it, or set overlap_param_gather = false."
         )
+    if options.trains_vision and config.image_token_id is None:
+        yield f"trains_vision = true needs a policy with a vision tower; {config.architecture} has none. Omit it."
+    if options.trains_vision and lora.rank:
+        yield f"trains_vision = true trains no adapter; found lora.rank = {lora.rank}. Set one to its default."
     if config.model_json and options.recompute == "selective":
         yield (
             f'recompute = "selective" chooses among our layers\' modules; {config.architecture} is computed by '
@@ -103,6 +107,8 @@ def _whole_problems(parallel: ParallelOptions, config: PolicyConfig, lora: LoraO
         yield "shard_weights = true already divides the optimizer's state. Set distributed_optimizer = false."
     if parallel.shard_weights and lora.rank:
         yield f"shard_weights = true cannot train adapters; found lora.rank = {lora.rank}. Set one to its default."
+    if parallel.shard_weights and config.image_token_id is not None:
+        yield f"shard_weights = true does not divide {config.architecture}, a policy with images. Omit it."
     if parallel.expert_tensor not in (None, 1):
         yield f"expert_tensor = {parallel.expert_tensor} needs layers that ranks can divide. Leave it at none."
 

@@ -44,8 +44,7 @@ def open_policy(
 
     Raises:
         DataError: There is no valid config.json.
-        SettingsError: The architecture is not supported, the weights are quantized, or there is no vision tower to
-            train.
+        SettingsError: The architecture is not supported, or the weights are quantized.
     """
     if isinstance(policy, str):
         policy = Path(policy)
@@ -56,10 +55,6 @@ def open_policy(
         names = [str(name) for name in config_json.get("architectures") or []]
         config_json["architectures"] = [re.sub("For(Token|Sequence)Classification$", "ForCausalLM", n) for n in names]
     config = parse_policy_config(config_json, backend=backend)
-    if trains_vision and config.image_token_id is None:
-        raise SettingsError(
-            f"trains_vision = true needs a policy with a vision tower; {config.architecture} has none. Omit it."
-        )
     config = replace(config, trains_vision=trains_vision)
     return PolicySource(config_json=config_json, config=config, policy_dir=policy_dir)
 

@@ -251,7 +251,8 @@ class Rollout:
         recording = RecordingEngine(self._engine)
         context = self._context(recording.as_engine, sampling)
         async with self._slots or nullcontext():
-            result = self._audited(await self._run_loop(prompt, num_sessions, context), recording)
+            result = self._trainable(await self._run_loop(prompt, num_sessions, context))
+            result = self._audited(result, recording)
             result = await self._scored_again(result, sampling)
         if result.failures:
             log.info("sessions_failed", prompt=prompt.uid, num_failed=len(result.failures), first=result.failures[0])
@@ -279,6 +280,20 @@ class Rollout:
             if ends_the_run(error):
                 raise
             return error
+
+    def _trainable(self, result: GroupResult) -> GroupResult:
+        """Mark the sessions as failed that sampled a placeholder of images, which the learner would take for one."""
+        if self._images is None:
+            return result
+        token_id = self._images.token_id
+        reason = f"the policy sampled token {token_id}, the placeholder of images, which stands for no image here"
+        sessions = tuple(
+            SessionResult(trajectories=tuple(replace(row, reward=None) for row in one.trajectories), failure=reason)
+            if one.failure is None and any(token_id in row.input_ids[row.loss_mask] for row in one.trajectories)
+            else one
+            for one in result.sessions
+        )
+        return replace(result, sessions=sessions)
 
     def _audited(self, result: GroupResult, recording: RecordingEngine) -> GroupResult:
         """Mark the sessions as failed whose tokens the engine did not sample."""

@@ -11,7 +11,7 @@ import numpy as np
 from rl_async_trainer.messages import StepOrder, TrainedStep, ValidationBatch
 from rl_async_trainer.record import AsyncState
 from rl_async_trainer.settings import AsyncSettings
-from rl_core import Batch, TransferQueue
+from rl_core import Batch, Prompt, TransferQueue
 from rl_core.cluster import RoleView
 from rl_core.data import NO_VERSION, IntArray
 from rl_core.errors import NotReadyError
@@ -44,20 +44,21 @@ class RunLearner(LearnerHost):
     """
 
     def __init__(
-        self, settings: AsyncSettings, queue: TransferQueue, canary_sequences: Sequence[IntArray], *, folder: Path
+        self, settings: AsyncSettings, queue: TransferQueue, canary: Sequence[Prompt], *, folder: Path
     ) -> None:
         """Set the parameters; models load in `start`.
 
         Args:
             settings: The run's settings.
             queue: Queue with the rows to train on.
-            canary_sequences: Sequences that prove each weight update.
+            canary: Prompts that prove each weight update.
             folder: The run's folder.
         """
         is_apart = settings.roles.placement != "inline"
         super().__init__(
             queue,
-            canary_sequences,
+            [prompt.input_ids for prompt in canary],
+            canary_images=[prompt.images for prompt in canary],
             checkpoints=folder / "checkpoints",
             keep=settings.trainer.keep_checkpoints,
             options=LearnerHostOptions(

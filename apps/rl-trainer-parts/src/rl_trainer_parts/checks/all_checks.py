@@ -16,7 +16,7 @@ from rl_rollout.skip import EntryStore, StepSelection
 from rl_trainer_parts.checks.algorithm import algorithm_names, algorithm_problems, unknown_names
 from rl_trainer_parts.checks.distillation import distillation_problems, teacher_files
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
-from rl_trainer_parts.checks.models import lora_problems
+from rl_trainer_parts.checks.models import image_problems, lora_problems
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.fields import problems_of, with_value
 from rl_trainer_parts.settings.other_names import value_hint
@@ -308,3 +308,4 @@ def _files(settings: Settings) -> Iterator[str]:
     if critic is not None:
         yield from check_policy_folder(critic, setting="critic.path", needs_tokenizer=False, file=file)
     yield from teacher_files(settings)
+    yield from image_problems(settings)

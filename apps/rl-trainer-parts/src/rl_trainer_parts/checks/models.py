@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from rl_core.errors import DataError, EngineError, SettingsError
@@ -17,7 +17,7 @@ from rl_distill import (
     read_policy_config,
     refuse_quantized,
 )
-from rl_rollout.engines import engine_class
+from rl_rollout.engines import engine_class, takes_images
 from rl_rollout.loops import resolve_loop
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.checks.model_folder import check_policy_folder
@@ -26,8 +26,9 @@ from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.learning.start_learners import needs_critic
 from rl_trainer_parts.learning.teachers import teacher_engine_options
 from rl_trainer_parts.rollouts.engines import engine_options
+from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.settings.fields import problems_of
-from rl_trainer_parts.settings.schema import Settings
+from rl_trainer_parts.settings.schema import PromptSettings, Settings
 
 FROM_LORA = ("max_lora_rank", "lora_target_modules")
 """Engine options that trainers derive from `[lora]`."""
@@ -49,8 +50,21 @@ def lora_problems(settings: Settings) -> Iterator[str]:
             )
 
 
+def image_problems(settings: Settings) -> Iterator[str]:
+    """Problems of settings of images: one that the run sets itself, and those of a policy that takes none."""
+    if settings.vllm.image_folder is not None:
+        yield "vllm.image_folder is the run's own folder of images. Leave it out."
+    if not takes_images(settings.policy.path):
+        plain = PromptSettings(train=settings.prompts.train)
+        for name in ("max_images", "image_folders"):
+            if getattr(settings.prompts, name) != getattr(plain, name):
+                yield f"prompts.{name} is for images; the policy in {settings.policy.path} takes none. Leave it out."
+
+
 def trainable_problems(settings: Settings) -> Iterator[str]:
     """Problems of the policy and of a separate critic that the folder checks do not cover."""
+    if settings.optimizer.image_folder is not None:
+        yield "optimizer.image_folder is the run's own folder of images. Leave it out."
     yield from _problems(settings, settings.policy.path, "policy.path", lora=settings.lora)
     if needs_critic(settings) and settings.critic.path not in (None, settings.policy.path):
         yield from _problems(settings, settings.critic.path, "critic.path", lora=LoraOptions())
@@ -92,8 +106,30 @@ def _adapter(lora: LoraOptions, config: PolicyConfig) -> Iterator[str]:
         yield f"lora.path: {error} Use a folder that peft's save_pretrained wrote, or a checkpoint's adapter/."
 
 
-def check_engines(settings: Settings) -> None:
-    """Check that each engine supports its model and options.
+def check_images(settings: Settings, inputs: Inputs) -> None:
+    """Check that everything that reads the prompts takes their images.
+
+    Raises:
+        SettingsError: Each line names a setting that does not work with images.
+    """
+    if not inputs.num_images:
+        return
+    found, loop, critic = [], settings.rollout.loop, settings.critic.path
+    if loop in ("agent", "verifiers"):
+        found.append(
+            f"rollout.loop = {loop!r} does not take prompts with images, because its gateway takes text. Use "
+            '"single_turn", "tools" or "environment".'
+        )
+    if settings.distillation.is_on:
+        found.append("distillation does not take prompts with images: teachers read tokens. Leave [distillation] out.")
+    if needs_critic(settings) and critic is not None and not takes_images(critic):
+        found.append(f"critic.path = {critic} takes no images, but the prompts have some. Use a model that does.")
+    if found:
+        raise SettingsError("\n".join(found))
+
+
+def check_engines(settings: Settings, *, has_images: bool = False) -> None:
+    """Check that each engine supports its model and options, and images if the prompts have some.
 
     Skipped when the run joins a Ray cluster, whose machines may have other engines installed.
 
@@ -103,7 +139,10 @@ def check_engines(settings: Settings) -> None:
     """
     if settings.cluster.ray_address is not None:
         return
-    found, served = [], [("rollout.engine", engine_name(settings), settings.policy.path, engine_options(settings))]
+    options = engine_options(settings)
+    if has_images:
+        options = replace(options, image_folder=settings.run_folder / "images")
+    found, served = [], [("rollout.engine", engine_name(settings), settings.policy.path, options)]
     for name, teacher in settings.distillation.teachers.items():
         if teacher.engine == "vllm":
             setting, options = f"distillation.teachers.{name}.engine", teacher_engine_options(settings, name)

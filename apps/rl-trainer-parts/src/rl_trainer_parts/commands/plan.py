@@ -250,6 +250,8 @@ def _arithmetic(settings: Settings, inputs: Inputs) -> Iterator[str]:
     yield from _ending(trainer)
     if settings.prompts.validation_samples > 1:
         yield f"{INDENT}{settings.prompts.validation_samples} responses to each of these"
+    if inputs.num_images:
+        yield f"  images     {counted(inputs.num_images, 'image')} in the prompts, kept in {settings.run_folder}/images"
     form = "messages, formatted by the chat template" if inputs.train[0].messages else "plain text, unchanged"
     yield f"  prompts    {form}; the longest has {inputs.train.longest} tokens"
     if dropped := sum(one.num_dropped for one in (inputs.train, inputs.validation, inputs.test) if one is not None):

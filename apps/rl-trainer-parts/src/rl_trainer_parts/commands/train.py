@@ -2,6 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rl_core.terminal_text import say
@@ -9,11 +12,11 @@ from rl_metrics.trackers import ConsoleTracker
 from rl_trainer_parts.checks.algorithm import aggregation_notes
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
-from rl_trainer_parts.checks.models import check_engines, check_loop, trainable_problems
+from rl_trainer_parts.checks.models import check_engines, check_images, check_loop, trainable_problems
 from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.machine.needs import machine_problems
 from rl_trainer_parts.rollouts.evaluation import validate_policy
-from rl_trainer_parts.rollouts.inputs import Inputs, input_notes, read_inputs
+from rl_trainer_parts.rollouts.inputs import Inputs, input_notes, read_inputs, with_kept_images
 from rl_trainer_parts.run.folder import (
     RunFolder,
     choose_date,
@@ -60,9 +63,10 @@ def train_checked(
         lacking = list(machine_problems(settings))
         check_settings(settings, [*also_refused, *trainable_problems(settings), *([] if dry_run else lacking)])
         inputs = read_inputs(settings)
+        check_images(settings, inputs)
         check_teachers(settings, inputs.tokenizer, inputs.train)
         loop_lines = check_loop(settings, inputs.tokenizer)
-        check_engines(settings)
+        check_engines(settings, has_images=inputs.num_images > 0)
         settings = choose_products(settings, resume=resume)
     notes = (*input_notes(settings, inputs), *aggregation_notes(settings))
     for note in (*notes, *unused_settings(settings, also_unused)):
@@ -79,7 +83,7 @@ def train_checked(
         say(describe(settings, inputs, loop_lines))
         return 0
     with open_run(settings, resume=resume, say=console.say) as folder:
-        return asyncio.run(launch(settings, inputs, folder, console))
+        return asyncio.run(launch(settings, with_kept_images(settings, inputs), folder, console))
 
 
 def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]:
@@ -97,6 +101,10 @@ def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]
     inputs = read_inputs(settings)
     for note in input_notes(settings, inputs):
         say(f"note: {note}")
+    check_images(settings, inputs)
     check_loop(settings, inputs.tokenizer)
-    check_engines(settings)
-    return asyncio.run(validate_policy(settings, inputs))
+    check_engines(settings, has_images=inputs.num_images > 0)
+    with TemporaryDirectory(prefix="validate-") as folder:  # for images; the run's folder may be in use
+        apart = settings.model_copy(update={"run": replace(settings.run, directory=Path(folder), name="run")})
+        apart.run_folder.mkdir()
+        return asyncio.run(validate_policy(apart, with_kept_images(apart, inputs)))

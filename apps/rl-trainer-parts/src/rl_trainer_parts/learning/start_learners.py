@@ -35,22 +35,21 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         deadline_s=where.start_deadline_s,
         call_deadline_s=where.call_deadline_s,
     )
+    learner = replace(settings.optimizer, image_folder=settings.image_folder)
     try:
         backend = settings.policy.backend
-        policy = MegatronLearner(
-            settings.policy.path, settings.optimizer, ranks=ranks, backend=backend, lora=settings.lora
-        )
+        policy = MegatronLearner(settings.policy.path, learner, ranks=ranks, backend=backend, lora=settings.lora)
         reference = critic = None
         if settings.algorithm.kl_coefficient:
             reference = (
                 policy.reference()  # the policy's own base, without its adapter
                 if settings.lora.rank
-                else MegatronReference(settings.policy.path, settings.optimizer, ranks=ranks, backend=backend)
+                else MegatronReference(settings.policy.path, learner, ranks=ranks, backend=backend)
             )
         if needs_critic(settings):
             chosen = settings.critic
             rates = {name: getattr(chosen, name) for name in ("learning_rate", "warmup_steps", "clip_grad")}
-            options = replace(settings.optimizer, decay_steps=None, **rates)
+            options = replace(learner, decay_steps=None, **rates)
             critic = MegatronCritic(chosen.path or settings.policy.path, options, ranks=ranks, backend=backend)
     except BaseException:
         ranks.close()

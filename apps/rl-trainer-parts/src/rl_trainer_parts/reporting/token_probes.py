@@ -115,12 +115,13 @@ class TokenProbes:
 
         Args:
             score: Scores with the policy's current weights.
-            answers: The validation's answers, from which a new run chooses its tokens.
+            answers: The validation's answers, from which a new run chooses its tokens; not those with images.
             step: Number of optimizer steps.
         """
         if self._is_off:
             return
-        asking = asyncio.ensure_future(self._ask(score, answers, step=step))
+        without_images = [answer for answer in answers if not answer.trajectory.images]
+        asking = asyncio.ensure_future(self._ask(score, without_images, step=step))
         try:
             await asyncio.wait([asking], timeout=self._deadline_s)
         except asyncio.CancelledError:

@@ -121,6 +121,7 @@ def engine_options(settings: Settings, *, serves_adapter: bool = True) -> Any:
     options = replace(
         settings.vllm,
         max_model_len=settings.vllm.max_model_len or longest,
+        image_folder=settings.image_folder,
         can_sleep=settings.vllm.can_sleep or settings.rollout.offload_engine,
         capture_experts=settings.vllm.capture_experts and learner_name(settings) == "megatron",
         **(_room_for_adapter(settings) if serves_adapter else {}),

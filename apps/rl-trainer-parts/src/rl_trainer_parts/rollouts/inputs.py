@@ -4,10 +4,11 @@ import asyncio
 import datetime
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl_core.errors import SettingsError
+from rl_core.images import ImageStore
 from rl_rollout.engines import RolloutEngine, ScriptedEngine, model_end_tokens, vocabulary_size
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
@@ -30,6 +31,31 @@ class Inputs:
     train: PromptSet
     validation: PromptSet | None
     test: PromptSet | None
+
+    @property
+    def splits(self) -> tuple[PromptSet, ...]:
+        """The prompts of all kinds."""
+        return tuple(split for split in (self.train, self.validation, self.test) if split is not None)
+
+    @property
+    def num_images(self) -> int:
+        """Number of images in all prompts."""
+        return sum(split.num_images for split in self.splits)
+
+
+def with_kept_images(settings: Settings, inputs: Inputs) -> Inputs:
+    """Inputs whose images are kept in the run's folder, where engines and learner read them.
+
+    Raises:
+        SettingsError: The image processor cannot be used.
+    """
+    if not inputs.num_images:
+        return inputs
+    folder = settings.run_folder / "images"
+    folder.mkdir(exist_ok=True)
+    for split in inputs.splits:
+        split.keep_images(ImageStore(folder))
+    return replace(inputs, tokenizer=read_tokenizer(settings))
 
 
 def input_notes(settings: Settings, inputs: Inputs) -> Iterator[str]:
@@ -75,6 +101,8 @@ def read_inputs(settings: Settings) -> Inputs:
         overlong=settings.prompts.overlong,
         plain_prompts=settings.prompts.plain_prompts,
         requires_ground_truth=settings.prompts.requires_ground_truth,
+        max_images=settings.prompts.max_images,
+        image_folders=settings.prompts.image_folders,
     )
 
     def load(path: Path | None) -> PromptSet | None:
@@ -108,6 +136,7 @@ def read_tokenizer(settings: Settings) -> PromptTokenizer:
         settings.policy.path,
         template_options=settings.prompts.template_options,
         date=None if date is None else datetime.date.fromisoformat(date),
+        image_folder=settings.image_folder,
     )
 
 

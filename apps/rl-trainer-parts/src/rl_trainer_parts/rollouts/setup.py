@@ -109,9 +109,13 @@ def make_transport(settings: Settings, *, is_in_process: bool | None = None) -> 
     return DirectTransport(options) if weights.transport == "direct" else BroadcastTransport(options)
 
 
-def canary_sequences(settings: Settings, prompts: PromptSet) -> list[IntArray]:
-    """The first prompts, used for the canary."""
-    return [prompts[index].input_ids for index in range(min(settings.trainer.canary_prompts, len(prompts)))]
+def canary_prompts(settings: Settings, prompts: PromptSet) -> list[Prompt]:
+    """The first prompts, used for the canary; the last of them has an image if any prompt has."""
+    chosen = list(range(min(settings.trainer.canary_prompts, len(prompts))))
+    with_image = prompts.first_with_image
+    if chosen and with_image is not None and with_image > chosen[-1]:
+        chosen[-1] = with_image
+    return [prompts[index] for index in chosen]
 
 
 def proof_tolerances(settings: Settings) -> ProofTolerances:

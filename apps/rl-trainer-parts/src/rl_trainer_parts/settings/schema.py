@@ -81,6 +81,8 @@ class PromptSettings:
         plain_prompts: How to tokenize a prompt that is plain text: "raw", exactly as it stands, or "chat", as a user
             message.
         requires_ground_truth: Refuse rows that have neither `reward_model.ground_truth` nor `answer`.
+        max_images: Maximum number of images in a prompt.
+        image_folders: Folders whose images rows may name, besides the folder of their file. Nothing is fetched.
         template_options: Variables passed to the chat template, such as {enable_thinking = false}.
         date: Day that a chat template prints as today's, such as "2026-01-31". None is the day on which the run starts,
             which it keeps when it is resumed.
@@ -97,6 +99,8 @@ class PromptSettings:
     overlong: Literal["error", "drop"] = "error"
     plain_prompts: Literal["raw", "chat"] = "raw"
     requires_ground_truth: bool = True
+    max_images: PositiveInt = 16
+    image_folders: tuple[Path, ...] = ()
     template_options: dict[str, str | bool | int | float] = field(default_factory=dict)
     date: str | None = None
     validation_limit: PositiveInt | None = None
@@ -501,6 +505,12 @@ class Settings(BaseModel):
     def run_folder(self) -> Path:
         """The run's folder."""
         return self.run.directory / self.run.name
+
+    @property
+    def image_folder(self) -> Path | None:
+        """Folder of the run's images, which every role reads; None for a run whose prompts have none."""
+        folder = self.run_folder / "images"
+        return folder.absolute() if folder.is_dir() else None
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

@@ -1,6 +1,6 @@
 """Rows and their columns: records, batches, ragged columns, row keys and the wire format."""
 
-from rl_core.data.batch import Batch, Column
+from rl_core.data.batch import Batch, Column, image_extras
 from rl_core.data.columns import COLUMNS, ColumnSpec, column_spec, declare_column
 from rl_core.data.outside_text import encodable, encodable_json
 from rl_core.data.ragged import Index, Ragged, offsets_of, token_positions
@@ -44,6 +44,7 @@ __all__ = [
     "declare_column",
     "encodable",
     "encodable_json",
+    "image_extras",
     "offsets_of",
     "token_positions",
 ]

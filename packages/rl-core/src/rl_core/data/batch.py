@@ -92,7 +92,7 @@ class Batch:
         columns["is_truncated"] = np.asarray([t.finish_reason == "length" for t in trajectories], dtype=np.bool_)
         columns["num_prompt_tokens"] = np.asarray([t.num_prompt_tokens for t in trajectories], dtype=np.int32)
         keys = [RowKey(t.prompt_uid, t.session_index, t.output_index) for t in trajectories]
-        return cls(keys, columns, extras=[_extras_of(t) for t in trajectories])
+        return cls(keys, columns, extras=[{**t.extras, **image_extras(t.images)} for t in trajectories])
 
     @classmethod
     def concat(cls, batches: Iterable["Batch"]) -> "Batch":
@@ -328,11 +328,10 @@ def concat_columns(columns: Sequence[Column]) -> Column:
     return np.concatenate(dense)
 
 
-def _extras_of(trajectory: Trajectory) -> Mapping[str, Json]:
-    """Return a row's extras, with the images of its tokens."""
-    if not trajectory.images:
-        return trajectory.extras
-    return {**trajectory.extras, IMAGES: [[one.digest, one.start, one.length] for one in trajectory.images]}
+def image_extras(images: Iterable[ImageSpan]) -> dict[str, Json]:
+    """Return the extras of a row with images among its tokens; empty without images."""
+    found = [[one.digest, one.start, one.length] for one in images]
+    return {IMAGES: found} if found else {}
 
 
 def _images_of(extras: Mapping[str, Json]) -> tuple[ImageSpan, ...]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rl_core.data.records import ImageSpan, IntArray
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.images.store import blank_image, image_size, open_image
+from rl_core.record_fields import converts_arguments
 
 Pixels = Mapping[str, NDArray[Any]]
 """Inputs of a model by name, such as pixel_values and image_grid_thw, whose first axes join those of several images."""
@@ -40,6 +41,7 @@ class ImageProcessor:
         self.token_id = token_id
 
     @classmethod
+    @converts_arguments
     def load(cls, folder: Path) -> "ImageProcessor":
         """Load the processor of a model folder, without torchvision and videos.
 

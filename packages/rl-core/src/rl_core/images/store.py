@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rl_core.errors import DataError, MissingExtraError
 from rl_core.files import read_plain, write_durably
+from rl_core.record_fields import converts_arguments
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -103,6 +104,7 @@ def encode_image(pixels: NDArray[np.uint8]) -> bytes:
 class ImageStore:
     """Images in a folder by digest. Processes may share the folder; equal images are written once."""
 
+    @converts_arguments
     def __init__(self, folder: Path) -> None:
         """Name the folder, which is created with the first image."""
         self.folder = folder

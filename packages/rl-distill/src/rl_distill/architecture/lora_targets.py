@@ -8,7 +8,7 @@ from rl_core.errors import SettingsError
 from rl_core.weights import LORA_A, LORA_B
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.tensor_shapes import Shape, tensor_shapes
-from rl_distill.architecture.transformers_model import linear_modules
+from rl_distill.architecture.transformers_model import linear_modules, matrix_names
 from rl_distill.options import LoraOptions
 
 ALL_LINEAR = "all-linear"
@@ -33,6 +33,17 @@ def adapted_modules(config: PolicyConfig, options: LoraOptions) -> dict[str, Sha
         raise SettingsError("\n".join(found))
     patterns = options.target_modules
     return {name: shape for name, shape in matrices.items() if any(_matches(name, pattern) for pattern in patterns)}
+
+
+def adapted_tensor(module: str, config: PolicyConfig) -> str:
+    """Return the folder's name of a module's matrix; a class may name its modules otherwise than its folder does."""
+    return matrix_names(config.model_json).get(module, "") if config.model_json else f"{module}{_WEIGHT}"
+
+
+def all_matrices(config: PolicyConfig) -> list[str]:
+    """Return the names of all weights of a policy as peft has them, by module."""
+    vision = config.image_token_id is not None
+    return [f"{name}{_WEIGHT}" for name in matrix_names(config.model_json)] if vision else list(tensor_shapes(config))
 
 
 def adapter_shapes(config: PolicyConfig, options: LoraOptions) -> dict[str, Shape]:

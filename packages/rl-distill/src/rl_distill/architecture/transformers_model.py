@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -224,14 +225,16 @@ def linear_modules(text: str) -> dict[str, tuple[int, ...]]:
     """Return the [out, in] shape of each matrix that an adapter can change, by the module's name.
 
     These are the linear modules, without the head, routers and the vision tower, whose matrix is a tensor of the folder
-    with the module's name. A module named as the folder's experts is left out, because peft takes its name for theirs,
-    and so is one whose parent reads the matrix instead of calling the module.
+    with the module's name; with a vision tower, under any name. A module named as the folder's experts is left out,
+    because peft takes its name for theirs, and so is one whose parent reads the matrix instead of calling the module.
     """
     import torch
 
-    model, shapes = meta_model(text), model_shapes(text)
+    model, shapes, matrices = meta_model(text), model_shapes(text), matrix_names(text)
     head, vision = model.get_output_embeddings(), vision_parameters(model)
-    converted = {name.split(".")[-2] for name in shapes.keys() - model.state_dict().keys() if "." in name}
+    names = {name for name in shapes if name.endswith(".weight")} if vision else shapes.keys()
+    known = set(matrices.values() if vision else model.state_dict())
+    converted = {name.split(".")[-2] for name in names - known if "." in name}
     linear = {
         name: module
         for name, module in model.named_modules()
@@ -239,11 +242,29 @@ def linear_modules(text: str) -> dict[str, tuple[int, ...]]:
         and module is not head
         and f"{name}.weight" not in vision
         and name.rpartition(".")[2] not in converted
-        and shapes.get(f"{name}.weight") == tuple(module.weight.shape)
+        and shapes.get(matrices.get(name, "")) == tuple(module.weight.shape)
+        and (vision or name + ".weight" == matrices[name])
         and _is_called(model, name)
     }
     multiplies = {kind: _multiplies(module) for kind, module in {type(m): m for m in linear.values()}.items()}
     return {name: tuple(m.weight.shape) for name, m in linear.items() if multiplies[type(m)]}
+
+
+@lru_cache(maxsize=8)
+def matrix_names(text: str) -> dict[str, str]:
+    """Return the folder's name of each module's weight, if it is one of the folder's tensors."""
+    from rl_core.weights import folder_views
+
+    model = meta_model(text)
+    modules = {
+        parameter.untyped_storage()._cdata: name.removesuffix(".weight")
+        for name, parameter in model.named_parameters()
+        if name.endswith(".weight")
+    }
+    views = folder_views(model, dict(model.named_parameters()))
+    owners = {name: modules.get(view.untyped_storage()._cdata, "") for name, view in views.items()}
+    counts = Counter(owners.values())
+    return {module: name for name, module in owners.items() if module and counts[module] == 1}
 
 
 def _is_called(model: Any, name: str) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.files import read_record
 from rl_core.weights import tensor_crc32c
+from rl_distill.architecture.lora_targets import all_matrices
 from rl_distill.architecture.policy_config import PolicyConfig, parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, is_trained, keeps_float32, output_name, tensor_shapes
 from rl_distill.checkpoints.hf_folder import write_json, write_policy_folder
@@ -180,7 +181,7 @@ def finish_checkpoint(
             directory / ADAPTER_FOLDER,
             tensors,
             options=adapter.options,
-            matrices=tensor_shapes(source.config),
+            matrices=all_matrices(source.config),
             base=adapter.base,
             base_digest=(options.dtype, adapter.base_digest),
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from rl_core.errors import DataError
 from rl_core.files import preview, temporary_folder
 from rl_core.record_fields import converts_arguments
+from rl_distill.architecture.lora_targets import adapted_tensor
 from rl_distill.architecture.policy_config import parse_policy_config, read_policy_config
 from rl_distill.architecture.tensor_shapes import Shape, tensor_shapes
 from rl_distill.checkpoints.checkpoint import DTYPES, fingerprint_tensors
@@ -35,16 +36,17 @@ def merge_adapter(adapter_dir: Path, target: Path, *, base: Path | None = None) 
     config_json = read_policy_config(folder)
     config = parse_policy_config(config_json)
     shapes = tensor_shapes(config)
+    modules = {adapted_tensor(module, config): module for module in adapter.modules}
     for module, shape in adapter.modules.items():
-        if shapes.get(f"{module}.weight") != shape:
-            found = shapes.get(f"{module}.weight")
+        found = shapes.get(adapted_tensor(module, config))
+        if found != shape:
             raise DataError(
                 f"{adapter_dir} adapts {preview(module, most=200)} of shape {list(shape)}; the base model {folder} "
                 f"{'has no such matrix' if found is None else f'has shape {list(found)}'}. Name the adapter's own base."
             )
     tensors = PolicyTensors(folder, config)
     _check_base(adapter, folder, tensors)
-    write_policy_folder(target, config_json, _merged(tensors, adapter), source_dir=folder)
+    write_policy_folder(target, config_json, _merged(tensors, adapter, modules), source_dir=folder)
 
 
 @contextmanager
@@ -101,7 +103,6 @@ def _check_base(adapter: AdapterFolder, folder: Path, tensors: PolicyTensors) ->
         )
 
 
-def _merged(tensors: PolicyTensors, adapter: AdapterFolder) -> Iterator[tuple[str, Tensor]]:
+def _merged(tensors: PolicyTensors, adapter: AdapterFolder, modules: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.whole(None):
-        module = name.removesuffix(".weight")
-        yield name, adapter.merged(module, tensor) if module in adapter.modules else tensor
+        yield name, adapter.merged(modules[name], tensor) if name in modules else tensor

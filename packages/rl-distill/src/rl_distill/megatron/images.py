@@ -144,19 +144,19 @@ class RankImages:
         found, _ = positions_of(ids[None], mm_token_type_ids=self.token_types(ids)[None], **inputs)
         return found[:, 0]
 
-    def probe(self) -> tuple[IntArray, tuple[str, str]]:
-        """Return the tokens of an image, and the digests of two different ones that have these tokens."""
-        random, digests = np.random.default_rng(0), []
-        for _ in range(2):
-            data = encode_image(random.integers(0, 256, (_PROBE_SIZE, _PROBE_SIZE, 3), dtype=np.uint8))
-            digests.append(sha256(data).hexdigest())
-            self.add(digests[-1], data)
-        first, second = digests
-        return self.processor.tokens(data), (first, second)
+    def probe(self) -> list[tuple[IntArray, str]]:
+        """Return tokens and digest of three images: two of one size, and so with the same tokens, and a wider one."""
+        random, found = np.random.default_rng(0), []
+        for width in (_PROBE_SIZE, _PROBE_SIZE, 2 * _PROBE_SIZE):
+            data = encode_image(random.integers(0, 256, (_PROBE_SIZE, width, 3), dtype=np.uint8))
+            digest = sha256(data).hexdigest()
+            self.add(digest, data)
+            found.append((self.processor.tokens(data), digest))
+        return found
 
 
 _PROBE_SIZE = 64
-"""Width and height of probe images in pixels."""
+"""Height of probe images in pixels."""
 
 
 def load_images(policy_dir: Path | None, image_folder: Path | None, *, dtype: torch.dtype) -> RankImages | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
 from rl_core.weights.broadcast import HeldRectangle
+from rl_distill.architecture.lora_targets import adapted_tensor
 from rl_distill.architecture.tensor_shapes import tensor_shapes
 from rl_distill.checkpoints.pieces import Piece
 from rl_distill.megatron.convert import Shard, TensorBlock, held_rows
@@ -73,12 +74,11 @@ class RankTensors:
             what: Tensors to export.
             on_host: True to copy to the CPU for another process; False to leave tensors on the rank's device.
         """
-        adapter = self._blocks(self._adapter())
         if what == "adapter":
-            own = self._own(adapter)
+            own = self._own(self._blocks(self._adapter()))
             pieces = [_piece(block, _scaled(block, self._scaling), name=PEFT_PREFIX + block.name) for block in own]
         else:
-            added = {block.name: block for block in adapter} if what == "weights" else {}
+            added = self._added() if what == "weights" else {}
             own = self._own(self._blocks(self._base()))
             pieces = [_piece(block, self._served(block, added)) for block in own]
         return [replace(piece, tensor=piece.tensor.cpu()) for piece in pieces] if on_host else pieces
@@ -88,7 +88,7 @@ class RankTensors:
 
         A rectangle is read on its device when it is requested, so its values are those of the weights at that time.
         """
-        added = {block.name: block for block in self._blocks(self._adapter())}
+        added = self._added()
         places = {name: place for place, name in enumerate(tensor_shapes(self._plan.source.config))}
         return [
             HeldRectangle(
@@ -171,6 +171,15 @@ class RankTensors:
     def _adapter(self) -> list[Mapping[str, Tensor]]:
         """Return A and B by Megatron's name."""
         return [{n: p.detach() for n, p in chunk.items() if PARAMETER in n} for chunk in self._named()]
+
+    def _added(self) -> dict[str, TensorBlock]:
+        """Return A and B by the folder's name of the matrix that they change."""
+        found = {}
+        for block in self._blocks(self._adapter()):
+            module, kind, rest = block.name.partition(PARAMETER)
+            tensor = adapted_tensor(module, self._plan.source.config)
+            found[f"{tensor.removesuffix('.weight')}{kind}{rest}"] = block
+        return found
 
     def _saved(self) -> list[Mapping[str, Tensor]]:
         """Return the weights that a checkpoint saves."""

@@ -600,10 +600,10 @@ def _probe_rows(
     first, second, third, other = (_ProbeRow(ids) for ids in texts)
     if images is None:
         return [first, second, third], [other, second, third]
-    tokens, (one, two) = images.probe()
-    first, third = (row.with_image(tokens, one, at=_SHARED) for row in (first, third))
-    fourth = second.with_image(tokens, two, at=2).with_image(tokens, one, at=3 + len(tokens))
-    return [first, second, third, fourth], [other.with_image(tokens, two, at=_SHARED), second, third, fourth]
+    one, two, wide = images.probe()
+    first, third = (row.with_image(*one, at=_SHARED) for row in (first, third))
+    fourth = second.with_image(*wide, at=2).with_image(*one, at=3 + len(wide[0]))
+    return [first, second, third, fourth], [other.with_image(*two, at=_SHARED), second, third, fourth]
 
 
 def _batch(rows: Sequence[_ProbeRow]) -> Batch:

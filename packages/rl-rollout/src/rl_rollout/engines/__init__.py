@@ -2,7 +2,13 @@
 
 from rl_core.weights import TokenScores
 from rl_rollout.engines.choice import EngineChoice, choose_engine
-from rl_rollout.engines.model_folder import end_token_ids, max_positions, model_end_tokens, vocabulary_size
+from rl_rollout.engines.model_folder import (
+    end_token_ids,
+    max_positions,
+    model_end_tokens,
+    takes_images,
+    vocabulary_size,
+)
 from rl_rollout.engines.options import TransformersOptions, VLLMOptions, engine_class, known_engines
 from rl_rollout.engines.process import EnginePlacement, ProcessEngine
 from rl_rollout.engines.protocol import (
@@ -45,5 +51,6 @@ __all__ = [
     "max_positions",
     "model_end_tokens",
     "stream",
+    "takes_images",
     "vocabulary_size",
 ]

@@ -43,6 +43,15 @@ def require_model_folder(model_dir: Path) -> None:
         _read(model_dir / name)
 
 
+@converts_arguments
+def takes_images(model_dir: Path) -> bool:
+    """Return True if the folder has a model that takes images, with its image processor."""
+    files = ("preprocessor_config.json", "processor_config.json")
+    if not any((model_dir / name).is_file() for name in files) or not (model_dir / "config.json").is_file():
+        return False
+    return "vision_config" in read_json_object(model_dir / "config.json", error=EngineError)
+
+
 def check_config(file: Path, *, error: type[RLError]) -> None:
     """Refuse a config.json that would make a library exceed the machine's memory, or run foreign code."""
     config = read_json_object(file, error=error)

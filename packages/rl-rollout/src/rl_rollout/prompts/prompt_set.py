@@ -106,6 +106,11 @@ class PromptSet:
         """Number of images in all prompts."""
         return sum(map(len, self._images))
 
+    @property
+    def first_with_image(self) -> int | None:
+        """Index of the first prompt with an image; None if there is none."""
+        return next((index for index, images in enumerate(self._images) if images), None)
+
     def keep_images(self, store: ImageStore) -> None:
         """Put the images of each prompt that is taken from now on into a store, where engine and learner find them."""
         self._store = store

@@ -14,10 +14,10 @@ import numpy as np
 
 from rl_core.data import IntArray, Json, encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.files import count_values, read_json_object, read_plain, run_trial
+from rl_core.files import count_values, read_plain, run_trial
 from rl_core.images import ImageProcessor, ImageStore
 from rl_core.record_fields import converts_arguments
-from rl_rollout.engines.model_folder import VOCABULARY_FILES, check_config, has_tokenizer
+from rl_rollout.engines.model_folder import VOCABULARY_FILES, check_config, has_tokenizer, takes_images
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.prompts.image_tokens import ImageTokens
 from rl_rollout.prompts.within import call_within
@@ -50,6 +50,7 @@ BYTES_PER_S = 100_000
 class PromptTokenizer:
     """A Hugging Face tokenizer, for prompts and responses."""
 
+    @converts_arguments
     def __init__(
         self,
         tokenizer: Any,
@@ -141,8 +142,7 @@ class PromptTokenizer:
     @cached_property
     def sees_images(self) -> bool:
         """True if the model in the tokenizer's folder takes images."""
-        config = Path(self._name) / "config.json"
-        return config.is_file() and "vision_config" in read_json_object(config, error=SettingsError)
+        return takes_images(Path(self._name))
 
     @cached_property
     def image_processor(self) -> ImageProcessor:
