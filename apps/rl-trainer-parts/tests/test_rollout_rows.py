@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from rl_core import Batch, Prompt, Trajectory
-from rl_core.data.records import Timings
+from rl_core.data.records import ImageSpan, Timings
 from rl_metrics.run_files.rollout_log import read_rollouts
 from rl_trainer_parts.reporting.rollout_rows import MAX_EXTRAS, RolloutWriter, bounded, choose_rows, draft_rollouts
 from rl_trainer_parts.rollouts.setup import problem_id, rollout_extras
@@ -133,6 +133,11 @@ def test_a_trajectory_brings_those_of_its_session_along():
 
 def test_extras_keep_what_the_loop_said():
     assert rollout_extras(PROMPT, trajectory(0))["turns"] == 1
+
+
+def test_rows_keep_the_images_of_their_trajectories():
+    image = ImageSpan(digest="0" * 64, start=0, length=2)
+    assert batch_of(replace(trajectory(0), images=(image,)), trajectory(1)).images == ((image,), ())
 
 
 def test_what_the_queue_takes_is_json():

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
-from rl_core.data import IntArray, Json
+from rl_core.data import IntArray, Json, image_extras
 from rl_core.errors import DataError, SettingsError
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -232,7 +232,7 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
 
 
 def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
-    """A trajectory's extras plus the fields that rollouts.jsonl needs; they travel through the queue."""
+    """A trajectory's extras and images plus the fields that rollouts.jsonl needs; they travel through the queue."""
     timings = trajectory.timings
     fields: dict[str, Json] = {
         "source": prompt.data_source,
@@ -242,7 +242,7 @@ def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
         "timings": {name: getattr(timings, name) for name in (*WORK, "preemptions")},
         "problem": problem_id(prompt.input_ids),
     }
-    return {**trajectory.extras, EXTRA: fields}
+    return {**trajectory.extras, **image_extras(trajectory.images), EXTRA: fields}
 
 
 def problem_id(prompt_ids: IntArray) -> str:
