@@ -11,6 +11,7 @@ class InventedPrompts(list[Any]):
 
     longest = 0
     num_dropped = 0
+    num_images = 0
 
     def __init__(self, count: int) -> None:
         super().__init__([SimpleNamespace(messages=())] * count)

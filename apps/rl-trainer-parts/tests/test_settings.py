@@ -345,9 +345,9 @@ def test_sections_are_small() -> None:
         section = name.partition(".")[0]
         sizes[section] = sizes.get(section, 0) + 1
     assert sizes.pop("distillation") <= 19, "what it compares, with which teachers, and off policy"
-    assert sizes.pop("optimizer") <= 21, "Adam, and how a GPU's time and memory are spent"
+    assert sizes.pop("optimizer") <= 23, "Adam, and how a GPU's time and memory are spent"
     assert sizes.pop("trainer") <= 19, "the loop, and what validation should reach"
-    assert max(sizes.values()) <= 17, sizes
+    assert max(sizes.values()) <= 18, sizes
 
 
 def test_settings_files_are_shipped() -> None:

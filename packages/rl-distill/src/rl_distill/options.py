@@ -58,8 +58,8 @@ class LearnerOptions:
         offload_optimizer: Keep Adam's moments and the float32 master weights in host memory between steps. Use it when
             they do not fit on the GPU beside the activations. Costs two copies per step; has no effect on CPUs.
         num_threads: Threads of a learner on CPUs; none keeps torch's setting.
-        image_folder: Folder of the `ImageStore` from which ranks read the images of rows; none refuses rows with
-            images.
+        image_folder: Folder with the images of rows (`rl_core.images`), which ranks read; none refuses rows with
+            images. Trainers set it.
         trains_vision: Also train the vision tower and projector of a policy with images, which otherwise stay frozen.
         seed: Seed of dropout, and of weights that are not loaded.
     """

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
-from rl_core.data import IntArray, Json, image_extras
+from rl_core.data import ImageSpan, IntArray, Json, image_extras
 from rl_core.errors import DataError, SettingsError
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -232,7 +232,7 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
 
 
 def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
-    """A trajectory's extras and images plus the fields that rollouts.jsonl needs; they travel through the queue."""
+    """A trajectory's extras plus the fields that rollouts.jsonl needs; they travel through the queue."""
     timings = trajectory.timings
     fields: dict[str, Json] = {
         "source": prompt.data_source,
@@ -240,14 +240,17 @@ def rollout_extras(prompt: Prompt, trajectory: Trajectory) -> dict[str, Json]:
         "components": dict(trajectory.reward_components),
         "finish": trajectory.finish_reason,
         "timings": {name: getattr(timings, name) for name in (*WORK, "preemptions")},
-        "problem": problem_id(prompt.input_ids),
+        "problem": problem_id(prompt.input_ids, images=prompt.images),
     }
     return {**trajectory.extras, **image_extras(trajectory.images), EXTRA: fields}
 
 
-def problem_id(prompt_ids: IntArray) -> str:
-    """Return an id of a prompt that depends only on its tokens, so it is the same in every epoch and run."""
-    return hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8).hexdigest()
+def problem_id(prompt_ids: IntArray, *, images: Sequence[ImageSpan] = ()) -> str:
+    """Return an id of a prompt that depends only on tokens and images, so it is the same in every epoch and run."""
+    digest = hashlib.blake2b(np.ascontiguousarray(prompt_ids, dtype=np.int32).tobytes(), digest_size=8)
+    for image in images:
+        digest.update(bytes.fromhex(image.digest))
+    return digest.hexdigest()
 
 
 def _with_experts(batch: Batch, shape: tuple[int, int] | None) -> Batch:

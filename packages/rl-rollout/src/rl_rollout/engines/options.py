@@ -39,7 +39,7 @@ class VLLMOptions:
             "q_proj". If vLLM fuses modules, naming one covers all of them.
         num_threads: CPU threads of the engine, over all its processes; none uses torch's number at the start.
         seed: Seed for requests without their own.
-        image_folder: Folder of the `rl_core.images.ImageStore` with the images of requests; none accepts no images.
+        image_folder: Folder with the images of requests (`rl_core.images`); none accepts no images. Trainers set it.
     """
 
     dtype: DType = "float32"
