@@ -195,9 +195,9 @@ def untrained_names(text: str) -> frozenset[str]:
 @lru_cache(maxsize=8)
 def image_token_id(text: str) -> int | None:
     """Return the id of the tokens whose embeddings an image replaces; None if the model has no images."""
-    config = read_config(text)
-    if not getattr(config, "vision_config", None):
+    if not json.loads(text).get("vision_config"):
         return None
+    config = read_config(text)
     found = getattr(config, "image_token_id", None)
     return int(getattr(config, "image_token_index", -1) if found is None else found)
 

@@ -44,7 +44,17 @@ class PackImages:
 
 
 def joined_inputs(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Join the inputs of images along their first axis."""
+    """Join the inputs of images along their first axis.
+
+    Raises:
+        SettingsError: Inputs of images of different sizes do not fit together.
+    """
+    for name in parts[0] if parts else ():
+        if len(shapes := {tuple(part[name].shape[1:]) for part in parts}) > 1:
+            raise SettingsError(
+                f"a policy's {name} of several images must have one shape besides the first axis; found "
+                f"{sorted(shapes)}. A processor that cuts images into different numbers of parts is not supported."
+            )
     return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
 
