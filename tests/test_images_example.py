@@ -11,7 +11,6 @@ import pytest
 from prepared import prepare_here
 
 from rl_async_trainer.main import main as train_async
-from rl_core.images import ImageProcessor
 from rl_metrics.trackers.jsonl import read_metrics
 from rl_sync_trainer.main import main as train_sync
 
@@ -82,11 +81,9 @@ def test_a_small_run_of_each_trainer_sees_pictures(prepared: ModuleType, tmp_pat
     assert (train_async if is_async else train_sync)(words(prepared, tmp_path, settings, changes)) == 0
     (metrics,) = tmp_path.glob("*/metrics.jsonl")
     rows = [row.metrics for row in read_metrics(metrics) if row.step]
-    for row in rows:
-        assert row["rollout/audit_failures"] == 0
-        assert row["rollout/audited_sessions"] > 0
-    assert len(list(metrics.parent.glob("images/*/*"))) >= 4
-    assert ImageProcessor.load(prepared.PREPARED / "policy").token_id == 2
+    assert sum(row["rollout/audited_sessions"] for row in rows) > 0
+    assert sum(row["rollout/audit_failures"] for row in rows) == 0
+    assert len(list(metrics.parent.glob("images/*/*"))) >= 4, "the pictures of the prompts, each once"
 
 
 @pytest.mark.soak
