@@ -138,6 +138,11 @@ def test_extras_keep_what_the_loop_said():
     assert rollout_extras(PROMPT, trajectory(0))["turns"] == 1
 
 
+def test_rows_keep_the_images_of_their_trajectories():
+    image = ImageSpan(digest="0" * 64, start=0, length=2)
+    assert batch_of(replace(trajectory(0), images=(image,)), trajectory(1)).images == ((image,), ())
+
+
 def test_what_the_queue_takes_is_json():
     assert json.loads(json.dumps(rollout_extras(PROMPT, trajectory(0)))) == rollout_extras(PROMPT, trajectory(0))
 
