@@ -20,7 +20,7 @@ FAILED = SessionResult(failure="the engine fell")
 class Numbers:
     """A tokenizer whose tokens are numbers."""
 
-    def decode(self, sequences: Any) -> list[str]:
+    def decode(self, sequences: Any, *, skip_special_tokens: bool) -> list[str]:
         return [" ".join(str(int(token)) for token in sequence) for sequence in sequences]
 
 

@@ -211,6 +211,7 @@ def test_the_list_tells_the_last_question_and_the_answer(tmp_path, prompt, respo
 
 
 def test_an_image_of_several_trajectories_is_one_thumbnail(tmp_path):
+    pytest.importorskip("PIL")
     store = ImageStore(tmp_path / "images")
     large, small = (
         store.put(encode_image(np.full((height, width, 3), 200, np.uint8))) for height, width in ((300, 600), (8, 8))
@@ -225,6 +226,7 @@ def test_an_image_of_several_trajectories_is_one_thumbnail(tmp_path):
 
 
 def test_no_more_than_the_first_images_are_shown(tmp_path, monkeypatch):
+    pytest.importorskip("PIL")
     monkeypatch.setattr("rl_metrics.report.thumbnails.MAX_THUMBNAILS", 2)
     store = ImageStore(tmp_path / "images")
     digests = [store.put(encode_image(np.full((4, 4, 3), value, np.uint8))) for value in (1, 2, 3)]

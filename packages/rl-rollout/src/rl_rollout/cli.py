@@ -217,7 +217,8 @@ def export_sessions(arguments: argparse.Namespace) -> int:
 
     Writes one row per trajectory of each finished session with a reward. Columns: session, prompt_uid,
     session_index, output_index, parent, input_ids, loss_mask, rollout_logprobs, policy_versions, num_prompt_tokens,
-    finish_reason, reward, reward_components, metadata (the last two as JSON strings in Parquet).
+    finish_reason, reward, images (digest, start and length of each), reward_components, metadata (the last three as
+    JSON strings in Parquet).
     Failed sessions are counted and omitted. The file is written atomically.
     Exit status: 0; 1 if files of sessions cannot be read; 2 if the command cannot run as requested.
 
