@@ -393,6 +393,7 @@ PROPHETS = {f"num_{part}_{of}": 2 for part in ("encoder", "decoder") for of in (
     ("kind", "fields", "says"),
     [
         ("bert", SMALL, "BertLMHeadModel cannot be trained: its tokens see later ones.*set is_decoder = true"),
+        ("xlnet", {"vocab_size": 128, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 32}, "its tokens see later"),
         (
             "xmod",
             {"is_decoder": True, "languages": ["en", "de"]},

@@ -1,9 +1,21 @@
-"""Inputs of a run with invented prompts, for its plan."""
+"""Inputs of a run with invented prompts, for its plan, and sizes of an invented model."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from rl_trainer_parts.rollouts.inputs import Inputs
+
+TINY_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+"""Sizes of a config.json."""
 
 
 class InventedPrompts(list[Any]):

@@ -5,23 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from invented_inputs import TINY_SIZES
 
 from rl_rollout.engines import EngineChoice
 from rl_trainer_parts.commands import check_model
 from rl_trainer_parts.commands.command_line import run_program
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-}
-MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **TINY_SIZES}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **TINY_SIZES}
 
 
 def check(config: dict[str, Any] | str, folder: Path, *options: str) -> int:
@@ -116,7 +107,7 @@ def test_fields_that_the_class_does_not_have_are_ignored(tmp_path: Path, printed
     ("config", "refused"),
     [
         (
-            {"architectures": ["MistralForCausalLM"], **SIZES},
+            {"architectures": ["MistralForCausalLM"], **TINY_SIZES},
             "config.json must have a model_type, the architecture's name",
         ),
         (

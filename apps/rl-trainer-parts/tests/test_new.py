@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from invented_inputs import TINY_SIZES
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.errors import SettingsError
@@ -27,17 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_model(folder: Path, *, positions: int, template: str | None = None) -> Path:
     folder.mkdir()
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "max_position_embeddings": positions,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 128,
-        "rms_norm_eps": 1e-6,
-    }
+    config = {"architectures": ["Qwen3ForCausalLM"], **TINY_SIZES, "max_position_embeddings": positions}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))

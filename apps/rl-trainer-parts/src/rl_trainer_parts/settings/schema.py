@@ -113,7 +113,7 @@ class RolloutSettings:
     """How responses are generated.
 
     Attributes:
-        engine: "auto" (vLLM where it is installed and knows the policy's architecture, else transformers), "vllm",
+        engine: "auto" (vLLM where it is installed and supports the policy's model, else transformers), "vllm",
             "transformers", or the name of an engine that another package installs.
         placement: Where the engine runs: "inline" (in the trainer's process, easy to debug), "process" (in processes on
             this machine) or "ray" (in Ray actors, on one or more machines). See `replicas`.

@@ -356,14 +356,20 @@ def checked_class(text: str, architecture: str) -> str:
     """Return the class that computes a model, which must be its folder's architecture if that names one.
 
     Raises:
-        SettingsError: It is another class, such as a classifier.
+        SettingsError: It is another class, such as a classifier, or an encoder.
     """
     config = read_config(text)
-    found: str = _classes_of(config)[type(config)].__name__
+    kind = _classes_of(config)[type(config)]
+    found: str = kind.__name__
     if architecture not in ("(none)", found):
         raise SettingsError(
             f"architecture {architecture} is not supported: the causal language model of model_type "
             f"{config.model_type!r} is {found}. A policy needs that class; convert the folder, or correct config.json."
+        )
+    if not getattr(config, "is_decoder", True) and "add `is_decoder=True" in _source(kind):  # the class's own warning
+        raise SettingsError(
+            f"{found} cannot be trained: its tokens see later ones, and a policy predicts each token from those before "
+            "it. If the class can be a decoder, set is_decoder = true in config.json."
         )
     return found
 

@@ -193,7 +193,8 @@ def _digest() -> str:
 
 def _head_dim(text: Mapping[str, Any]) -> int | None:
     """Return the size of a head; None if config.json leaves it to the library."""
-    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    heads = text.get("num_attention_heads") or text.get("n_head")  # the second of GPT-2
+    hidden = text.get("hidden_size") or text.get("n_embd")
     if isinstance(found := text.get("head_dim"), int):
         return found
     if str(text.get("model_type")).startswith("qwen3") or not heads or not hidden:
