@@ -90,6 +90,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "prompts.requires_ground_truth": other(False, prompts__train="{folder}/unanswered.jsonl"),
     "prompts.max_images": other(3),
     "prompts.image_folders": other(["{folder}"]),
+    "prompts.image_urls": other(["https://images.example.org/"]),
     "prompts.template_options": other('{ suffix = "+" }', prompts__plain_prompts="chat", prompts__max_tokens=32),
     "prompts.date": other("2021-03-04", DATED),
     "prompts.validation_limit": other(1),

@@ -65,7 +65,7 @@ def test_what_does_not_take_images_is_refused_by_name(
 
 
 def test_settings_of_images_are_refused_for_a_policy_of_text(tmp_path: Path) -> None:
-    prompts = SimpleNamespace(train=tmp_path, max_images=3, image_folders=())
+    prompts = SimpleNamespace(train=tmp_path, max_images=3, image_folders=(), image_urls=())
     given = settings_of(tmp_path, prompts=prompts, vllm=SimpleNamespace(image_folder=tmp_path))
     found = list(image_problems(given))
     assert [line.split(" ")[0] for line in found] == ["vllm.image_folder", "prompts.max_images"]

@@ -45,6 +45,26 @@ def test_vllm_serves_no_heads_of_a_size_that_it_lacks(folder: Path, monkeypatch:
     assert choose_engine(folder).name == "vllm"
 
 
+@pytest.mark.parametrize(
+    ("config", "num_devices", "name"),
+    [
+        ({"model_type": "gemma3", "vision_config": {}}, None, "transformers"),
+        ({"model_type": "gemma3", "vision_config": {}}, 1, "vllm"),
+        ({"model_type": "gemma3"}, None, "vllm"),
+        ({"text_config": {"use_bidirectional_attention": "vision"}, "vision_config": {}}, None, "transformers"),
+        ({"text_config": {}, "vision_config": {}}, None, "vllm"),
+    ],
+)
+def test_vllm_on_cpus_serves_no_images_whose_tokens_attend_to_each_other(
+    folder: Path, config: dict[str, object], num_devices: int | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(support, "installed_support", lambda: VLLMSupport(name="vLLM 1", num_devices=num_devices))
+    found = choose_engine(folder)
+    assert found.name == name
+    assert ("each token of an image attends to all tokens of the image" in found.reason) == (name == "transformers")
+
+
 def test_without_vllm_the_transformers_engine_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> VLLMSupport:
         raise MissingExtraError("vLLM cannot be imported here")

@@ -1,13 +1,17 @@
 import base64
+import functools
+import http.server
 import io
 import json
+import threading
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rl_core.errors import DataError
-from rl_core.images import ImageStore
+from rl_core.errors import DataError, SettingsError
+from rl_core.images import ImageStore, open_image
+from rl_core.images.store import image_size
 from rl_rollout.prompts import PromptOptions, PromptTokenizer, load_prompts
 
 PAD = 5
@@ -105,7 +109,7 @@ REFUSED = [
     ({"images": ["rows.jsonl"]}, r"line 2, field `images\[0\]`: an image cannot be decoded .*expected one of PNG"),
     ({"images": ["/etc/hostname"]}, r"field `images\[0\]`: .* is not in .*prompts.image_folders"),
     ({"images": ["../x.png"]}, r"field `images\[0\]`: .* is not in "),
-    ({"images": ["https://a.b/c.png"]}, r"field `images\[0\]`: 'https://a.b/c.png' is a URL, and nothing is fetched"),
+    ({"images": ["https://a.b/c.png"]}, r"field `images\[0\]`: 'https://a.b/c.png' is a URL, which is not fetched"),
     ({"images": [7]}, r"field `images\[0\]`: expected the bytes or the path of an image; found 7"),
     ({"images": ["data:image/png;base64,!"]}, r"field `images\[0\]`: a `data:` URL must have base64"),
     ({"images": ["data:image/png,x"]}, r"field `images\[0\]`: an image must have 1 to"),
@@ -184,3 +188,90 @@ def test_parquet_and_saved_datasets_with_images_are_read_undecoded(folder, token
 def test_the_uid_of_a_prompt_follows_from_its_images(load):
     uids = [load({"prompt": user("<image>?"), "images": [f"images/{seed}.png"]}).uids for seed in (0, 1, 0)]
     assert uids[0] == uids[2] != uids[1]
+
+
+@pytest.fixture
+def site(folder, monkeypatch):
+    """Serve the folder; return its address and the paths that were asked for."""
+    asked = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            if self.path.startswith("/to/"):
+                self.send_response(302)
+                self.send_header("Location", self.path.removeprefix("/to/"))
+                self.end_headers()
+            elif self.path == "/torn":
+                self.send_response(200)
+                self.send_header("Content-Length", "100")
+                self.end_headers()
+                self.wfile.write(b"x")
+            else:
+                super().do_GET()
+
+        def log_message(self, *_):
+            """Say nothing."""
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/", asked
+        server.shutdown()
+        thread.join()
+
+
+def test_images_at_allowed_urls_are_fetched_once(load, site):
+    address, asked = site
+    row = {"prompt": user("<image> <image>"), "images": [NAME, f"{address}to/{address}{NAME}"]}
+    for _ in range(2):
+        (prompt,) = load(row, image_urls=(address,))
+        assert prompt.images[0].digest == prompt.images[1].digest
+    assert asked == [f"/to/{address}{NAME}", f"/{NAME}"]
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1.evil/a.png", "is a URL, which is not fetched.*prompts.image_urls"),
+        ("to/http://127.0.0.1:1/a.png", "cannot be fetched: .*redirects to 'http://127.0.0.1:1/a.png', which prompts"),
+        ("none.png", "cannot be fetched: .*404"),
+        ("torn", "cannot be fetched: 99 bytes are missing"),
+    ],
+)
+def test_a_url_that_cannot_be_fetched_is_refused_with_its_row(load, site, url, reason):
+    address, _ = site
+    url = url if url.startswith("http:") else address + url
+    with pytest.raises(DataError, match=r"line 1, field `images\[0\]`: .*" + reason):
+        load({"prompt": user("<image>?"), "images": [url]}, image_urls=(address,))
+
+
+@pytest.mark.parametrize("place", ["https://a.b", "file:///", "/images/", "https://"])
+def test_a_beginning_of_urls_ends_with_a_slash(load, place):
+    with pytest.raises(SettingsError, match=r"prompts.image_urls must have beginnings of URLs"):
+        load({"prompt": "1?"}, image_urls=(place,))
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_an_image_is_turned_as_its_metadata_says(orientation):
+    """A camera writes what its sensor saw, and how to turn it."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    encoded = io.BytesIO()
+    pixels = np.asarray(Image.open(io.BytesIO(picture(0, width=3, height=2))))
+    Image.fromarray(pixels).save(encoded, "PNG", exif=exif)
+    turns = {1: pixels, 3: pixels[::-1, ::-1], 6: pixels[::-1].swapaxes(0, 1), 8: pixels.swapaxes(0, 1)[::-1]}
+    turned = open_image(encoded.getvalue())
+    assert image_size(encoded.getvalue()) == turned.size
+    assert np.array_equal(np.asarray(turned), turns[orientation])
+
+
+def test_an_image_whose_file_is_torn_is_written_again(tmp_path):
+    store = ImageStore(tmp_path)
+    digest = store.put(picture(0))
+    (file,) = tmp_path.glob("*/*")
+    file.write_bytes(bytes(file.stat().st_size))
+    assert store.put(picture(0)) == digest
+    assert store.get(digest) == picture(0)
+    assert [one.name for one in tmp_path.glob("*/*")] == [digest]

@@ -56,7 +56,7 @@ def image_problems(settings: Settings) -> Iterator[str]:
         yield "vllm.image_folder is the run's own folder of images. Leave it out."
     if not takes_images(settings.policy.path):
         plain = PromptSettings(train=settings.prompts.train)
-        for name in ("max_images", "image_folders"):
+        for name in ("max_images", "image_folders", "image_urls"):
             if getattr(settings.prompts, name) != getattr(plain, name):
                 yield f"prompts.{name} is for images; the policy in {settings.policy.path} takes none. Leave it out."
 

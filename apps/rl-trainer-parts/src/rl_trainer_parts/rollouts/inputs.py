@@ -103,6 +103,7 @@ def read_inputs(settings: Settings) -> Inputs:
         requires_ground_truth=settings.prompts.requires_ground_truth,
         max_images=settings.prompts.max_images,
         image_folders=settings.prompts.image_folders,
+        image_urls=settings.prompts.image_urls,
     )
 
     def load(path: Path | None) -> PromptSet | None:

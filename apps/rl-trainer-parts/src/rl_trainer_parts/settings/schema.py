@@ -82,7 +82,9 @@ class PromptSettings:
             message.
         requires_ground_truth: Refuse rows that have neither `reward_model.ground_truth` nor `answer`.
         max_images: Maximum number of images in a prompt.
-        image_folders: Folders whose images rows may name, besides the folder of their file. Nothing is fetched.
+        image_folders: Folders whose images rows may name, besides the folder of their file.
+        image_urls: Beginnings of URLs whose images rows may name, such as "https://images.example.org/". They are
+            fetched before the run and kept in the user's cache; other URLs are refused.
         template_options: Variables passed to the chat template, such as {enable_thinking = false}.
         date: Day that a chat template prints as today's, such as "2026-01-31". None is the day on which the run starts,
             which it keeps when it is resumed.
@@ -101,6 +103,7 @@ class PromptSettings:
     requires_ground_truth: bool = True
     max_images: PositiveInt = 16
     image_folders: tuple[Path, ...] = ()
+    image_urls: tuple[str, ...] = ()
     template_options: dict[str, str | bool | int | float] = field(default_factory=dict)
     date: str | None = None
     validation_limit: PositiveInt | None = None

@@ -1,6 +1,6 @@
 """Files: durable writes, checksums, zarr arrays, and bounded reads of untrusted files."""
 
-from rl_core.files.durable import checksum, current_umask, sync_file, sync_folder, write_durably
+from rl_core.files.durable import checksum, current_umask, sync_file, sync_folder, write_atomically, write_durably
 from rl_core.files.locked_folders import (
     cache_folder,
     locked_folder,
@@ -52,5 +52,6 @@ __all__ = [
     "sync_folder",
     "temporary_folder",
     "try_arrow_files",
+    "write_atomically",
     "write_durably",
 ]

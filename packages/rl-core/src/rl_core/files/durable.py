@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import uuid
 from pathlib import Path
 
 import crc32c as _crc32c
@@ -22,6 +23,14 @@ def write_durably(file: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
     part.replace(file)
     sync_folder(file.parent)
+
+
+@converts_arguments
+def write_atomically(file: Path, content: bytes) -> None:
+    """Write a file that other processes may write and read at the same time. A power failure may lose it."""
+    part = file.with_name(f".{file.name}.{uuid.uuid4().hex}.part")
+    part.write_bytes(content)
+    part.replace(file)
 
 
 @converts_arguments

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.errors import DataError, MissingExtraError
-from rl_core.files import read_plain, write_durably
+from rl_core.files import read_plain, write_atomically
 from rl_core.record_fields import converts_arguments
 
 if TYPE_CHECKING:
@@ -31,27 +31,36 @@ MAX_IMAGE_BYTES = 1 << 26
 MAX_PIXELS = 1 << 26
 """Maximum width times height, checked before pixels are decoded."""
 
+ORIENTATION = 0x0112
+"""EXIF tag of an image's orientation."""
+
+SIDEWAYS = range(5, 9)
+"""Orientations whose width is the height that is seen."""
+
 
 def open_image(data: bytes) -> "Image":
-    """Decode an image to RGB.
+    """Decode an image to RGB, turned as its EXIF orientation says.
 
     Raises:
         DataError: It is too large, of another format, or damaged.
         MissingExtraError: Pillow is not installed.
     """
+    from PIL import ImageOps
+
     with _opened(data) as image:
-        return image.convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Return an image's width and height, which its first bytes tell.
+    """Return the width and height of `open_image`, without decoding pixels.
 
     Raises:
         DataError: It is too large, of another format, or its first bytes are damaged.
         MissingExtraError: Pillow is not installed.
     """
     with _opened(data) as image:
-        return int(image.width), int(image.height)
+        size = int(image.width), int(image.height)
+        return size[::-1] if image.getexif().get(ORIENTATION) in SIDEWAYS else size
 
 
 def blank_image(size: tuple[int, int]) -> "Image":
@@ -117,10 +126,10 @@ class ImageStore:
         """
         digest = sha256(data).hexdigest()
         path = self._path(digest)
-        if not path.is_file() or path.stat().st_size != len(data):
+        if not path.is_file() or path.read_bytes() != data:  # new, or torn by a power failure
             open_image(data)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(path, data)
+            write_atomically(path, data)
         return digest
 
     def get(self, digest: str) -> bytes:

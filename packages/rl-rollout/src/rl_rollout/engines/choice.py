@@ -49,6 +49,6 @@ def choose_engine(model_dir: Path, *, dtype: DType = "bfloat16") -> EngineChoice
     shown = " or ".join(architectures) or "the architecture"
     if support.architectures and not set(architectures) & set(support.architectures):
         return EngineChoice(name="transformers", reason=f"{support.name} does not know {shown}")
-    for problem in support.model_problems(config, dtype):
+    for problem in support.model_problems(config, dtype, with_images="vision_config" in config):
         return EngineChoice(name="transformers", reason=f"{support.name} cannot serve the model: {problem}")
     return EngineChoice(name="vllm", reason=f"{support.name} knows {shown}")

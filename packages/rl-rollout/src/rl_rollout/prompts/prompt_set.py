@@ -38,6 +38,7 @@ class PromptOptions:
         requires_ground_truth: Refuse rows without ground truth.
         max_images: Maximum number of images in a prompt.
         image_folders: Folders whose images rows may name, besides the folder of their file.
+        image_urls: Beginnings of URLs whose images rows may name, which are fetched and kept in the user's cache.
     """
 
     max_tokens: PositiveInt
@@ -46,6 +47,7 @@ class PromptOptions:
     requires_ground_truth: bool = True
     max_images: PositiveInt = 16
     image_folders: tuple[Path, ...] = ()
+    image_urls: tuple[str, ...] = ()
 
 
 class PromptSet:
@@ -205,6 +207,7 @@ def _reader_of(rows: Rows, options: PromptOptions, *, sees_images: bool = False)
     return ImageReader(
         rows.path,
         folders=options.image_folders,
+        urls=options.image_urls,
         max_images=options.max_images,
         columns=COLUMNS if sees_images else COLUMNS[:1],
         plain_as_message=options.plain_prompts == "chat",

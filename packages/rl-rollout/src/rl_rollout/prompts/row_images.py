@@ -14,6 +14,7 @@ from rl_core.data import Json
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import preview, read_plain, run_trial
 from rl_core.images import MAX_IMAGE_BYTES
+from rl_rollout.prompts.fetched_images import check_places, fetch_image
 
 COLUMNS = ("images", "image")
 """Columns that may have the images of a row; the first with any is used."""
@@ -61,8 +62,8 @@ class RowWithImages(NamedTuple):
 class ImageReader:
     """Reads the images of a file's rows.
 
-    Images are bytes in the file, base64 in a `data:` URL, or files in the file's folder or another allowed folder.
-    Nothing is fetched.
+    Images are bytes in the file, base64 in a `data:` URL, files in the file's folder or another allowed folder, or
+    fetched from an allowed URL.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ImageReader:
         file: Path,
         *,
         folders: Sequence[Path] = (),
+        urls: Sequence[str] = (),
         max_images: int,
         columns: Sequence[str] = COLUMNS,
         plain_as_message: bool = False,
@@ -79,10 +81,16 @@ class ImageReader:
         Args:
             file: The file or folder of the rows. Paths of images are relative to its folder.
             folders: Other folders whose images may be read.
+            urls: Beginnings of URLs that may be fetched.
             max_images: Maximum number of images in a row.
             columns: Columns that may have images.
             plain_as_message: Make a user message of a plain prompt with images.
+
+        Raises:
+            SettingsError: A beginning of URLs is none.
         """
+        check_places(urls)
+        self._urls = tuple(urls)
         self._columns = tuple(columns)
         self._plain_as_message = plain_as_message
         self._folder = file if file.is_dir() else file.parent
@@ -151,7 +159,7 @@ class ImageReader:
             )
         data = source if isinstance(source, bytes) else self._named(source, where=where)
         if not 0 < len(data) <= MAX_IMAGE_BYTES:
-            raise DataError(f"{where}: an image must have 1 to {MAX_IMAGE_BYTES} bytes; it has {len(data)}.")
+            raise DataError(f"{where}: an image must have 1 to {MAX_IMAGE_BYTES} bytes; found {len(data)}.")
         return RowImage(sha256(data).hexdigest(), data, where)
 
     def _named(self, name: Json, *, where: str) -> bytes:
@@ -165,9 +173,8 @@ class ImageReader:
             except binascii.Error as error:
                 raise DataError(f"{where}: a `data:` URL must have base64 ({error}).") from None
         if rest.startswith("//") and scheme != "file":
-            raise DataError(
-                f"{where}: {preview(name)} is a URL, and nothing is fetched. Download the images, and name their files."
-            )
+            with located(where):
+                return fetch_image(name, self._urls)
         path = Path(os.path.realpath(self._folder / name.removeprefix("file://")))
         if not any(path.is_relative_to(folder) for folder in self._allowed):
             raise DataError(

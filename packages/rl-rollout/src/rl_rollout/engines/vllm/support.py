@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import platform
 import re
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 from rl_core.cluster import visible_gpus
 from rl_core.errors import DataError, DeadlineError, EngineError, MissingExtraError
-from rl_core.files import cache_folder, read_json_object
+from rl_core.files import cache_folder, read_json_object, write_atomically
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.options import VLLMOptions
 
@@ -38,6 +37,8 @@ UNTIED = (
     "Qwen3NextForCausalLM",
 )
 """Architectures whose head vLLM never ties to the embedding, whatever config.json says."""
+MUTUAL = ("bagel", "gemma3", "molmo2", "moondream3", "paligemma")
+"""Model types whose tokens of an image attend to each other, besides Gemma 4's, by vLLM's own list."""
 MOST_SHOWN = 16
 CPU_BLOCK = 32
 CPU_CACHE_GIB = 1.0
@@ -86,13 +87,19 @@ class VLLMSupport:
         groups = text.get("num_key_value_heads")
         if isinstance(groups, int) and groups % tensor and tensor % groups:
             yield f"tensor_parallel_size must divide num_key_value_heads = {groups}, or be a multiple; found {tensor}."
-        yield from self.model_problems(config, options.dtype)
+        yield from self.model_problems(config, options.dtype, with_images=options.image_folder is not None)
         if "kv_lora_rank" not in text:
             yield from self._cache(text, options, max_model_len)
 
-    def model_problems(self, config: Mapping[str, Any], dtype: str) -> Iterator[str]:
+    def model_problems(self, config: Mapping[str, Any], dtype: str, *, with_images: bool) -> Iterator[str]:
         """Describe what it does not support of a model, whatever the other options are."""
         text = config.get("text_config", config)
+        is_mutual = config.get("model_type") in MUTUAL or text.get("use_bidirectional_attention") == "vision"
+        if with_images and is_mutual and self.num_devices is None:
+            yield (
+                "each token of an image attends to all tokens of the image, which it does not compute on CPUs. Use the "
+                "transformers engine, or a GPU."
+            )
         if text.get("tie_word_embeddings") and (untied := set(config.get("architectures") or ()) & set(UNTIED)):
             yield (
                 f"tie_word_embeddings must be false for {min(untied)}, whose head it would leave uninitialized; found "
@@ -161,9 +168,7 @@ def installed_support() -> VLLMSupport:
         return VLLMSupport(**read_json_object(file))
     features = _query()
     with contextlib.suppress(OSError):  # the next call queries again
-        beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(features))
-        beside.replace(file)
+        write_atomically(file, json.dumps(features).encode())
     return VLLMSupport(**features)
 
 
