@@ -81,6 +81,14 @@ def update_file(update: WeightUpdate) -> Iterator[Path]:
         ) from error
 
 
+def place_in_layers(name: str) -> str:
+    """Return the name of a language layer's module or tensor from its layer on; all of any other name.
+
+    A class with images may name its modules otherwise than its folder does.
+    """
+    return name if "vis" in name else name.rpartition(".layers.")[2]
+
+
 def update_shapes(update: WeightUpdate) -> dict[str, torch.Tensor]:
     """Return an empty tensor with the shape of each tensor in the update.
 
@@ -217,9 +225,10 @@ def check_adapter(
             'adapter merged ([lora] serving = "merged").'
         )
     matrices = {}
+    of_layers = {place_in_layers(name): shape for name, shape in expected.items()}
     for name in tensors:
         module = module_of(name)
-        shape = expected.get(f"{module}.weight", ())
+        shape = expected.get(f"{module}.weight", of_layers.get(place_in_layers(f"{module}.weight"), ()))
         if len(shape) != 2:
             raise EngineError(f"an adapter must change matrices of the model; found {name!r}. Remove it.")
         matrices[f"{PEFT_PREFIX}{module}{LORA_A}"] = adapter.rank, shape[1]

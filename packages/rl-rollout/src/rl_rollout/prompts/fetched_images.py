@@ -26,7 +26,7 @@ def check_places(places: Sequence[str]) -> None:
     for place in places:
         if not place.startswith(("https://", "http://")) or place.count("/") < 3 or not place.endswith("/"):
             raise SettingsError(
-                f"prompts.image_urls must have beginnings of URLs, such as 'https://images.example.org/'; found {place!r}."
+                f"prompts.image_urls must have beginnings of URLs, such as 'https://a.example/'; found {place!r}."
             )
 
 

@@ -10,7 +10,7 @@ from rl_core.weights import WeightUpdate
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.vllm.adapter_slot import ADAPTER_ID, wrong_adapter
 from rl_rollout.engines.vllm.prompt_sharing import PromptSharing
-from rl_rollout.engines.weight_checks import Shapes, module_of
+from rl_rollout.engines.weight_checks import Shapes, module_of, place_in_layers
 
 IN_MEMORY = "in memory, not a folder"
 """Path for vLLM, which requires one but never reads an adapter that has a slot."""
@@ -50,7 +50,8 @@ class PublishedAdapter:
         Raises:
             EngineError: A module has no slot. The message names it.
         """
-        if unserved := sorted(set(map(module_of, names)) - self._modules):
+        served = {*map(place_in_layers, self._modules)}
+        if unserved := sorted({module for module in map(module_of, names) if place_in_layers(module) not in served}):
             raise EngineError(
                 f"vLLM was started without a slot for an adapter of {unserved[0]}. Add the last part of its name to "
                 f"lora_target_modules (VLLMOptions); experts are not supported. {len(unserved)} modules have no slot."
