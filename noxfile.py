@@ -53,7 +53,7 @@ WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_engines_vllm.py",
     "packages/rl-rollout/tests/test_engines_vllm_adapters.py",
     "packages/rl-rollout/tests/test_engines_vllm_experts.py",
-    "packages/rl-rollout/tests/test_engines_vllm_image_refusals.py",
+    "packages/rl-rollout/tests/test_engines_vllm_image_adapters.py",
     "packages/rl-rollout/tests/test_engines_vllm_images.py",
     "packages/rl-rollout/tests/test_engines_vllm_live_weights.py",
     "packages/rl-rollout/tests/test_engines_vllm_mixtures.py",

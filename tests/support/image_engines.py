@@ -14,15 +14,19 @@ from transformers import AutoModelForImageTextToText
 from rl_core.data import FloatArray, ImageSpan, IntArray
 from rl_core.images import ImageProcessor, ImageStore, encode_image, joined_pixels
 from rl_core.weights import (
+    AdapterUpdate,
     Canary,
     ProofTolerances,
     PublishReport,
     TensorTransport,
     WeightUpdate,
+    digest_tensors,
     folder_views,
     publish_weights,
 )
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
+from rl_rollout.engines.weight_checks import place_in_layers
+from rl_rollout.testing.reference_model import make_adapter, merged
 
 SIZES = ((56, 84), (56, 84), (112, 56))
 """Height and width of each image. The first two have the same tokens."""
@@ -115,6 +119,18 @@ class ImagePrompts:
         }
         self.load(tensors)
         return TensorTransport().pack(tensors, version=version, tied={})
+
+    def adapter(self, version: int, *, rank: int) -> WeightUpdate:
+        """Change the query matrices of the language layers, here and by an adapter with the names of the class."""
+        folder = {name: one for name, one in self._weights.items() if name.endswith("q_proj.weight")}
+        of_class = {
+            "model.language_model.layers." + place_in_layers(name): name for name in folder if "vis" not in name
+        }
+        matrices = {name: folder[own] for name, own in of_class.items()}
+        adapter = make_adapter(matrices, rank=rank, seed=version, kinds=("q_proj",))
+        self.load({of_class[name]: one for name, one in merged(matrices, adapter).items()})
+        base = digest_tensors(self._weights)
+        return TensorTransport().pack(adapter, version=version, tied={}, adapter=AdapterUpdate(rank=rank, base=base))
 
     def load(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Change the weights of `reference`, by default to the folder's."""

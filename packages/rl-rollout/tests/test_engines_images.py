@@ -55,6 +55,19 @@ def test_updates_reach_the_vision_tower(engine: TransformersEngine, prompts: Ima
     prompts.check_updates(engine)
 
 
+def test_an_adapter_that_names_modules_as_the_class_does_is_served(prompts: ImagePrompts) -> None:
+    """These folders name their language layers otherwise."""
+    options = TransformersOptions(image_folder=prompts.store.folder, max_lora_rank=4)
+    engine = TransformersEngine(prompts.model_dir, options)
+    asyncio.run(engine.start())
+    update = prompts.adapter(1, rank=4)
+    receipt = asyncio.run(engine.update_weights(update))
+    assert {*update.digests} <= {*receipt.live}
+    prompts.check(engine, within=1e-4)
+    prompts.load()
+    asyncio.run(engine.close())
+
+
 def test_a_sampled_placeholder_is_an_ordinary_token(engine: TransformersEngine, prompts: ImagePrompts) -> None:
     """A response is sampled with a cache, after the images are embedded, and scored as a whole."""
     ids, spans = prompts.with_images(0)
