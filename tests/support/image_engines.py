@@ -128,6 +128,7 @@ class ImagePrompts:
         }
         matrices = {name: folder[own] for name, own in of_class.items()}
         adapter = make_adapter(matrices, rank=rank, seed=version, kinds=("q_proj",))
+        self.load()
         self.load({of_class[name]: one for name, one in merged(matrices, adapter).items()})
         base = digest_tensors(self._weights)
         return TensorTransport().pack(adapter, version=version, tied={}, adapter=AdapterUpdate(rank=rank, base=base))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from image_engines import ImagePrompts
-from image_families import make_image_family
+from image_families import IMAGE_FAMILIES, make_image_family
 
 from rl_core.data import ImageSpan
 from rl_core.errors import EngineError, SettingsError, ShapeError
@@ -21,8 +21,13 @@ from rl_rollout.engines.requests import check_request
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 
+IN_CI = ("qwen2_5_vl", "gemma3")
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "gemma3"])
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in IN_CI else pytest.param(name, marks=pytest.mark.soak) for name in IMAGE_FAMILIES],
+)
 def prompts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImagePrompts:
     model_dir = tmp_path_factory.mktemp(request.param) / "model"
     make_image_family(request.param, model_dir)

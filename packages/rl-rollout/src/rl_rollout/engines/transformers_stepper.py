@@ -11,7 +11,6 @@ import numpy as np
 import structlog
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -78,9 +77,9 @@ class TransformersStepper:
             with _no_progress_bar():
                 config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
                 config._attn_implementation = config._experts_implementation = None  # a folder chooses no kernels
-                has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-                is_text = not has_images or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-                kind: Any = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+                has_vision = bool(getattr(config, "vision_config", None))
+                has_images = has_vision and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+                kind: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
                 model = kind.from_pretrained(
                     model_dir,
                     config=config,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import BatchFeature
 from transformers.utils import is_torchvision_available
 from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
@@ -28,6 +29,7 @@ from vllm.v1.core.sched import output
 
 from rl_core.errors import EngineError
 from rl_core.files import read_json_object
+from rl_core.images import ImageProcessor, encode_image
 from rl_rollout.engines.images import PlacedImage
 from rl_rollout.engines.stepper import Sample
 
@@ -130,7 +132,7 @@ class ImageFeatures:
         """Ask the model which inputs it takes.
 
         Raises:
-            EngineError: It takes no images, or vLLM computes them wrongly here.
+            EngineError: It takes no images, or other inputs for them, or vLLM computes them wrongly here.
         """
         if not model_config.is_multimodal_model:
             raise EngineError(f"{model_config.model}: vLLM's model takes no images. Leave out image_folder.")
@@ -141,6 +143,14 @@ class ImageFeatures:
             )
         self._dtype: torch.dtype = model_config.dtype
         self._processor: Any = MULTIMODAL_REGISTRY.create_processor(model_config)
+        pixels = ImageProcessor.load(Path(model_config.model)).pixels(encode_image(np.zeros((64, 64, 3), np.uint8)))
+        try:
+            self._inputs(pixels)
+        except Exception as error:  # vLLM's own lookups
+            raise EngineError(
+                f"{model_config.model}: vLLM's model does not take {', '.join(pixels)} of transformers' image "
+                f"processor ({type(error).__name__}: {error}). Use the transformers engine."
+            ) from error
 
     def of(self, sample: Sample, version: int) -> list[MultiModalFeatureSpec]:
         """Return the features of a sample's images. Caches share those of equal images and versions only.
@@ -155,15 +165,15 @@ class ImageFeatures:
         is_whole = bool(image.is_embedded.all())
         mask = None if is_whole else torch.from_numpy(image.is_embedded)
         return MultiModalFeatureSpec(
-            data=self._inputs(image),
+            data=self._inputs(image.pixels),
             modality="image",
             identifier=identifier,
             mm_position=PlaceholderRange(offset=image.span.start, length=image.span.length, is_embed=mask),
             mm_hash=identifier,
         )
 
-    def _inputs(self, image: PlacedImage) -> MultiModalKwargsItem:
-        found = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in image.pixels.items()}
+    def _inputs(self, pixels: Mapping[str, NDArray[Any]]) -> MultiModalKwargsItem:
+        found = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in pixels.items()}
         found = {name: one.to(self._dtype) if one.is_floating_point() else one for name, one in found.items()}
         if "pixel_values" in found:  # of Gemma 3, which vLLM counts itself
             found.setdefault("num_patches", torch.tensor([len(found["pixel_values"])]))
