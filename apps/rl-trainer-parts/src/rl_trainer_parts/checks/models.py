@@ -115,10 +115,10 @@ def check_images(settings: Settings, inputs: Inputs) -> None:
     if not inputs.num_images:
         return
     found, loop, critic = [], settings.rollout.loop, settings.critic.path
-    if loop in ("agent", "verifiers"):
+    if loop == "verifiers":
         found.append(
-            f"rollout.loop = {loop!r} does not take prompts with images, because its gateway takes text. Use "
-            '"single_turn", "tools" or "environment".'
+            'rollout.loop = "verifiers" does not take prompts with images. Use "single_turn", "tools", "environment" or '
+            '"agent".'
         )
     if settings.distillation.is_on:
         found.append("distillation does not take prompts with images: teachers read tokens. Leave [distillation] out.")
