@@ -112,7 +112,11 @@ REFUSED = [
     ({"images": ["https://a.b/c.png"]}, r"field `images\[0\]`: 'https://a.b/c.png' is a URL, which is not fetched"),
     ({"images": [7]}, r"field `images\[0\]`: expected the bytes or the path of an image; found 7"),
     ({"images": ["data:image/png;base64,!"]}, r"field `images\[0\]`: a `data:` URL must have base64"),
-    ({"images": ["data:image/png,x"]}, r"field `images\[0\]`: an image must have 1 to"),
+    (
+        {"images": ["data:image/png,x"]},
+        r"field `images\[0\]`: a `data:` URL must have base64; found 'data:image",
+    ),
+    ({"images": ["data:image/png;base64,"]}, r"field `images\[0\]`: an image must have 1 to .*; found 0"),
     ({"images": [NAME] * 2}, r"field `images`: 2 images, but the messages have places for 1"),
     ({"images": [NAME] * 17, "prompt": user("<image>" * 17)}, "17 images, more than prompts.max_images = 16"),
     ({"prompt": user({"type": "image"}, {"type": "image"})}, r"field `prompt\[0\].content\[1\]`: a place for an image"),

@@ -168,8 +168,11 @@ class ImageReader:
             raise DataError(f"{where}: expected the bytes or the path of an image; found {preview(name)}.")
         scheme, colon, rest = name.partition(":")
         if colon and scheme == "data":
+            _, is_base64, encoded = rest.partition("base64,")
+            if not is_base64:
+                raise DataError(f"{where}: a `data:` URL must have base64; found {preview(name)}.")
             try:
-                return base64.b64decode(rest.partition("base64,")[2], validate=True)
+                return base64.b64decode(encoded, validate=True)
             except binascii.Error as error:
                 raise DataError(f"{where}: a `data:` URL must have base64 ({error}).") from None
         if rest.startswith("//") and scheme != "file":
