@@ -143,6 +143,7 @@ def test_a_new_trajectory_keeps_the_prompts_images_and_those_of_its_turns(prompt
     ("parts", "told"),
     [
         ([{"type": "image", "image": b"no picture"}], "returned an image that cannot be used: an image cannot be dec"),
+        ([{"type": "image", "image": picture(0, width=1, height=400)}], "used: .* refuses an image of 1 x 400 pixels"),
         ([{"type": "image", "path": "a.png"}], r"a tool's parts must be .* found parts of type \['image'\]"),
     ],
 )
