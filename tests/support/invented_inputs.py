@@ -24,6 +24,7 @@ class InventedPrompts(list[Any]):
     longest = 0
     num_dropped = 0
     num_images = 0
+    num_unplaced = 0
 
     def __init__(self, count: int) -> None:
         super().__init__([SimpleNamespace(messages=())] * count)
