@@ -33,5 +33,5 @@ class InventedPrompts(list[Any]):
 def invented_inputs(train: int, *, validation: int = 0, test: int = 0) -> Inputs:
     """Inputs with these numbers of prompts."""
     splits: Any = {"train": train, "validation": validation, "test": test}
-    tokenizer: Any = None
+    tokenizer: Any = SimpleNamespace(sees_images=False)
     return Inputs(tokenizer=tokenizer, **{name: InventedPrompts(count) for name, count in splits.items()})

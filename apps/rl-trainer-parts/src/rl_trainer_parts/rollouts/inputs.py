@@ -77,8 +77,8 @@ def input_notes(settings: Settings, inputs: Inputs) -> Iterator[str]:
         )
     if inputs.tokenizer.sees_images and (unplaced := sum(split.num_unplaced for split in inputs.splits)):
         yield (
-            f"{counted(unplaced, 'prompt has', 'prompts have')} <image> in the text and no image, so that the policy reads "
-            "the word; images belong in the column `images`"
+            f"{counted(unplaced, 'prompt has', 'prompts have')} <image> in the text and no image, so that the policy "
+            "reads the word; images belong in the column `images`"
         )
     turns = settings.rollout.loop_options.get("turns")
     has_plain_turns = isinstance(turns, Mapping) and turns.get("kind") == "plain"
