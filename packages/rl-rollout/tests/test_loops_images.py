@@ -160,18 +160,24 @@ def test_an_image_of_a_tool_that_cannot_be_used_is_told_to_the_model(prompt, tok
     assert group.trajectories[0].extras["tool_calls"] == {"raised": 1}
 
 
-def test_a_model_of_text_is_told_that_it_cannot_see(tied_model_dir):
+@pytest.mark.parametrize(
+    ("text", "outcome", "told"),
+    [
+        ("", "raised", "Error: look returned an image, which this model does not take."),
+        ("seen", "ok", "seen\n[1 images are left out, because this run shows none]"),
+    ],
+)
+def test_a_model_of_text_is_told_that_it_cannot_see(text, outcome, told):
     class Look:
         name, description, parameters = "look", "Looks.", {"type": "object"}
 
         async def call(self, _arguments):
-            return TextAndImages("seen", (picture(0),))
+            return TextAndImages(text, (picture(0),))
 
     from rl_rollout.tools import ToolCall, ToolRunner
 
     (result,) = asyncio.run(ToolRunner(ToolBox([Look()])).run([ToolCall(name="look")]))
-    assert (result.outcome, result.images) == ("raised", ())
-    assert "which this model does not take" in result.text
+    assert (result.outcome, result.images, result.text) == (outcome, (), told)
 
 
 def test_sessions_with_images_are_scored_again_with_them(prompt, tokenizer):

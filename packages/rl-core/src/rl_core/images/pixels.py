@@ -57,7 +57,9 @@ class ImageProcessor:
             from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
             from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
         except ImportError as error:
-            raise MissingExtraError("images need transformers and Pillow. Install both.") from error
+            raise MissingExtraError(
+                "images need transformers and Pillow. Install rl-core[images] as the README says."
+            ) from error
         options: dict[str, Any] = {"local_files_only": True}
         try:
             config: Any = AutoConfig.from_pretrained(folder, **options, trust_remote_code=False)

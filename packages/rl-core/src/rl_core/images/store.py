@@ -97,7 +97,7 @@ def _opened(data: bytes) -> "Iterator[Image]":
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingExtraError("images need Pillow. Run: pip install pillow") from error
+        raise MissingExtraError("images need Pillow. Install rl-core[images] as the README says.") from error
     if len(data) > MAX_IMAGE_BYTES:
         raise DataError(f"an image must have at most {MAX_IMAGE_BYTES} bytes; it has {len(data)}. Make it smaller.")
     encoded = io.BytesIO(data)
@@ -128,7 +128,7 @@ def encode_image(pixels: NDArray[np.uint8]) -> bytes:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingExtraError("images need Pillow. Run: pip install pillow") from error
+        raise MissingExtraError("images need Pillow. Install rl-core[images] as the README says.") from error
     encoded = io.BytesIO()
     Image.fromarray(pixels).save(encoded, format="PNG")
     return encoded.getvalue()
