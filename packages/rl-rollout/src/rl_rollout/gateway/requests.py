@@ -30,10 +30,25 @@ class BodyReader:
         self._held: Counter[str] = Counter()
 
     async def read(self, request: Request, reader: str = "") -> dict[str, Json]:
-        """Read the JSON object in a request's body. Bodies with the same `reader` share a limit.
+        """Read the JSON object in a request's body; see `read_bytes`.
 
         Raises:
-            RefusedError: The body is too large, too slow or not a JSON object, or too many bodies are being read.
+            RefusedError: The body is not a JSON object.
+        """
+        read = await self.read_bytes(request, reader)
+        try:
+            body = msgspec.json.decode(read)
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+            raise RefusedError(f"the body must be JSON ({error}).") from None
+        if not isinstance(body, dict):
+            raise RefusedError(f"the body must be a JSON object; found {type(body).__name__}.")
+        return body
+
+    async def read_bytes(self, request: Request, reader: str = "") -> bytes | bytearray:
+        """Read a request's body. Bodies with the same `reader` share a limit.
+
+        Raises:
+            RefusedError: The body is too large or too slow, or too many bodies are being read.
             ClientDisconnect: The client has closed its connection.
         """
         read = bytearray()
@@ -49,13 +64,7 @@ class BodyReader:
             self._held[reader] -= len(read)
             if not self._held[reader]:
                 del self._held[reader]
-        try:
-            body = msgspec.json.decode(read)
-        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise RefusedError(f"the body must be JSON ({error}).") from None
-        if not isinstance(body, dict):
-            raise RefusedError(f"the body must be a JSON object; found {type(body).__name__}.")
-        return body
+        return read
 
     def _check(self, size: int, reader: str) -> None:
         if size > self._max_bytes:

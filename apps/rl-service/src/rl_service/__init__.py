@@ -1,0 +1,1 @@
+"""A training service for programs that are written for the Tinker API."""

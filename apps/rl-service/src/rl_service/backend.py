@@ -1,0 +1,292 @@
+"""The learner and the engine: adapters of training clients over one base, and their weights in the engine."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from rl_core import Batch, Ragged, RowKey
+from rl_core.cluster import within
+from rl_core.data import IntArray
+from rl_core.errors import SettingsError
+from rl_core.files import read_json_object
+from rl_core.weights import (
+    BFLOAT16_TOLERANCES,
+    LORA_B,
+    AdapterUpdate,
+    Canary,
+    InFile,
+    ProofTolerances,
+    TensorDigest,
+    WeightUpdate,
+    digest_tensors,
+    publish_weights,
+    write_safetensors,
+)
+from rl_distill import LearnerOptions, LoraOptions, adapted_modules, parse_policy_config, read_policy_config
+from rl_distill.learner import ForwardBackwardResult, Objective, OptimStepResult
+from rl_distill.options import AdamOptions
+from rl_rollout.engines import (
+    EnginePlacement,
+    ProcessEngine,
+    RolloutEngine,
+    TransformersOptions,
+    VLLMOptions,
+    engine_class,
+)
+from rl_rollout.gateway.refusals import RefusedError
+from rl_service.requests import LoraConfig
+from rl_service.settings import ServiceSettings
+
+if TYPE_CHECKING:
+    from rl_distill.megatron.learner import MegatronLearner
+
+T = TypeVar("T")
+BASE = "base"
+ADAPTER_FILE, CANARY_FILE = "adapter_model.safetensors", "canary.json"
+NUM_CANARIES, CANARY_TOKENS = 4, 24
+
+
+class LearnerBackend:
+    """Trains the adapters of clients, one request at a time. All methods but `start`, `call` and `close` run in its
+    thread.
+
+    Attributes:
+        base: Digest of each tensor under the adapters.
+        vocab_size: All token ids are smaller.
+        max_tokens: Maximum number of tokens of a row.
+    """
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        """Choose a policy; `start` loads it."""
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+        self._owner: str | None = None
+        self.base: Mapping[str, TensorDigest] = {}
+        config = parse_policy_config(read_policy_config(settings.policy.path), backend=settings.policy.backend)
+        self.vocab_size, self.max_tokens = config.vocab_size, config.max_position_embeddings
+        self.adapted = tuple(adapted_modules(config, self._lora()))
+        ids = np.random.default_rng(0).integers(0, self.vocab_size, (NUM_CANARIES, min(CANARY_TOKENS, self.max_tokens)))
+        self._canary = list(ids.astype(np.int32))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run something on the learner's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def start(self, folder: Path) -> None:
+        """Load the policy, and write the adapter that changes nothing into a folder."""
+        await self.call(lambda: self._load(folder))
+
+    async def close(self) -> None:
+        """Free the learner."""
+        await self.call(lambda: self._learner.close() if hasattr(self, "_learner") else None)
+        self._thread.shutdown()
+
+    def _lora(self) -> LoraOptions:
+        lora = self._settings.lora
+        return LoraOptions(rank=lora.max_rank, alpha=lora.alpha, target_modules=lora.target_modules)
+
+    def _load(self, folder: Path) -> None:
+        from rl_distill.megatron.learner import MegatronLearner
+
+        chosen = self._settings.learner
+        options = LearnerOptions(**{one.name: getattr(chosen, one.name) for one in fields(chosen)})
+        policy, backend = self._settings.policy.path, self._settings.policy.backend
+        self._learner: MegatronLearner = MegatronLearner(policy, options, backend=backend, lora=self._lora())
+        self.base = digest_tensors(self._learner.export_base())
+        if not (folder / "fresh").exists():
+            self._learner.save(folder / "fresh")
+        base = {n: t * 0 if n.endswith(LORA_B) else t.clone() for n, t in self._learner.export_adapter().items()}
+        (folder / BASE).mkdir(exist_ok=True)
+        self._write_sampler(folder / BASE, base, self._learner.reference().logprobs(self._canary_batch()))
+        self._folder = folder
+
+    def create(self, model_id: str, lora: LoraConfig | None) -> int:
+        """Create the adapter of a client, and return its rank.
+
+        Raises:
+            RefusedError: The service cannot train it.
+        """
+        if self._owner is not None:
+            raise RefusedError(f"{self._owner} trains already, and this service has one training client.")
+        rank = self._settings.lora.max_rank
+        if lora is None or lora.rank != rank:
+            raise RefusedError(f"lora_config.rank must be {rank}; found {lora and lora.rank}.", param="rank")
+        if not lora.train_mlp or not lora.train_attn:
+            raise RefusedError("train_mlp and train_attn must be true.", param="train_mlp")
+        self._learner.load(self._folder / "fresh")
+        self._owner = model_id
+        return rank
+
+    def forget(self, model_id: str) -> None:
+        """Free the adapter of a client."""
+        if self._owner == model_id:
+            self._learner.zero_grad()
+            self._owner = None
+
+    def forward_backward(self, model_id: str, batch: Batch, objective: Objective) -> ForwardBackwardResult:
+        """Add the gradients of rows to the client's; the result has the logprobs of all tokens."""
+        self._activate(model_id)
+        return self._learner.forward_backward(batch, objective, with_tokens=True)
+
+    def logprobs(self, model_id: str, batch: Batch) -> Ragged:
+        """Return the logprobs of all tokens."""
+        self._activate(model_id)
+        return self._learner.logprobs(batch)
+
+    def optim_step(self, model_id: str, options: AdamOptions) -> OptimStepResult:
+        """Take an optimizer step with the client's gradients."""
+        self._activate(model_id)
+        return self._learner.optim_step(options)
+
+    def drop_gradients(self, model_id: str) -> None:
+        """Drop the client's gradients."""
+        self._activate(model_id)
+        self._learner.zero_grad()
+
+    def save(self, model_id: str, folder: Path) -> None:
+        """Write weights and optimizer into an empty folder."""
+        self._activate(model_id)
+        self._learner.save(folder)
+
+    def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Load weights, and the optimizer or a new one.
+
+        Raises:
+            CheckpointError: The folder is damaged or of another model.
+        """
+        self._activate(model_id)
+        if not with_optimizer:
+            raise RefusedError("weights without their optimizer cannot be loaded yet.")
+        self._learner.load(folder)
+
+    def save_sampler(self, model_id: str, folder: Path) -> None:
+        """Write the weights to sample from, in peft's format, with the learner's logprobs for their proof."""
+        self._activate(model_id)
+        self._write_sampler(folder, self._learner.export_adapter(), self._learner.logprobs(self._canary_batch()))
+
+    def _activate(self, model_id: str) -> None:
+        if self._owner != model_id:
+            raise RefusedError(f"{model_id} has no weights in memory.", kind="not_found_error")
+
+    def _canary_batch(self) -> Batch:
+        keys = [RowKey(f"canary-{index}", 0, 0) for index in range(len(self._canary))]
+        return Batch(keys, {"input_ids": Ragged.from_rows(self._canary, dtype="int32")})
+
+    def _write_sampler(self, folder: Path, tensors: Mapping[str, Any], logprobs: Ragged) -> None:
+        on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        write_safetensors(on_host, folder / ADAPTER_FILE, metadata={"format": "pt"})
+        rank = self._settings.lora.max_rank
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(self._settings.policy.path.absolute()),
+            "inference_mode": True,
+            "r": rank,
+            "lora_alpha": rank,
+            "bias": "none",
+            "target_modules": sorted({name.rpartition(".")[2] for name in self.adapted}),
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        rows = [[float(value) for value in row] for row in logprobs]
+        (folder / CANARY_FILE).write_text(json.dumps({"logprobs": rows}))
+
+    @property
+    def canary_sequences(self) -> list[IntArray]:
+        """The sequences whose logprobs prove served weights."""
+        return self._canary
+
+
+class EngineBackend:
+    """The engine, and the weights that it serves.
+
+    Attributes:
+        engine: The engine.
+    """
+
+    def __init__(self, settings: ServiceSettings, learner: LearnerBackend) -> None:
+        """Choose an engine; `start` loads it.
+
+        Raises:
+            SettingsError: There is no such engine.
+        """
+        self._settings, self._learner = settings, learner
+        modules = tuple(sorted({name.rpartition(".")[2] for name in learner.adapted}))
+        options: Any = replace(settings.vllm, max_lora_rank=settings.lora.max_rank, lora_target_modules=modules)
+        name = settings.engine.name
+        if name == "transformers":
+            shared = {one.name for one in fields(TransformersOptions)} & {one.name for one in fields(VLLMOptions)}
+            options = TransformersOptions(**{one: getattr(options, one) for one in shared})
+        path, deadline_s = settings.policy.path, settings.engine.start_deadline_s
+        self.engine: RolloutEngine
+        if settings.engine.placement == "inline":
+            self.engine = engine_class(name)(path, options)
+        else:
+            self.engine = ProcessEngine(name, path, options, host=EnginePlacement(deadline_s=deadline_s))
+        self._version = 0
+        is_exact = settings.vllm.dtype == settings.learner.dtype == "float32"
+        self._tolerances = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            DeadlineError: It took too long.
+            EngineError: The engine cannot serve the model.
+            SettingsError: The engine cannot serve adapters of the set rank.
+        """
+        deadline_s = self._settings.engine.start_deadline_s
+        async with within(deadline_s, f"the engine did not start within engine.start_deadline_s = {deadline_s:g} s."):
+            await self.engine.start()
+        traits, rank = self.engine.traits, self._settings.lora.max_rank
+        if traits.max_lora_rank < rank:
+            raise SettingsError(f"{traits.name} serves adapters up to rank {traits.max_lora_rank}; lora.max_rank = {rank}.")
+
+    async def serve(self, folder: Path) -> int:
+        """Serve the weights in a folder that `LearnerBackend.save_sampler` wrote; return their version.
+
+        Raises:
+            WeightProofError: The engine serves something else; the message names the tensor.
+        """
+        update, canary = await asyncio.to_thread(self._update, folder, self._version + 1)
+        self._version += 1
+        await publish_weights(update, [self.engine], canary=canary, tolerances=self._tolerances)
+        return self._version
+
+    def _update(self, folder: Path, version: int) -> tuple[WeightUpdate, Canary]:
+        from safetensors.torch import load_file
+
+        file = folder / ADAPTER_FILE
+        digests = digest_tensors(load_file(file), kind="crc32c")
+        adapter = AdapterUpdate(rank=self._settings.lora.max_rank, base=self._learner.base)
+        update = WeightUpdate(version=version, digests=digests, location=InFile(file=file), adapter=adapter)
+        rows = read_json_object(folder / CANARY_FILE)["logprobs"]
+        logprobs = [np.asarray(row, dtype=np.float32) for row in rows]
+        return update, Canary(sequences=self._learner.canary_sequences, logprobs=logprobs)
+
+
+class Backends:
+    """Starts and closes learner and engine together."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        """Choose both."""
+        self.learner = LearnerBackend(settings)
+        self.engine = EngineBackend(settings, self.learner)
+        self._stack = AsyncExitStack()
+
+    async def start(self, folder: Path) -> None:
+        """Start both; see their methods."""
+        self._stack.push_async_callback(self.learner.close)
+        await self.learner.start(folder)
+        self._stack.push_async_callback(self.engine.engine.close)
+        await self.engine.start()
+
+    async def close(self) -> None:
+        """Close what was started."""
+        await self._stack.aclose()

@@ -1,0 +1,114 @@
+"""Losses of the API as objectives of the learner, and the rows that they need."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from rl_core import Batch, Ragged, RowKey
+from rl_core.data import FloatArray
+from rl_core.registry import unknown_name
+from rl_distill.learner import MicroBatch, Objective
+from rl_distill.objectives import supervised_objective
+from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_service.wire import Datum, ForwardBackward
+
+COLUMNS: Mapping[str, str] = {"weights": "loss_weights", "advantages": "advantages", "logprobs": "rollout_logprobs"}
+"""The learner's column for each input of a loss."""
+LOSSES: Mapping[str, tuple[Objective, tuple[str, ...]]] = {"cross_entropy": (supervised_objective, ("weights",))}
+"""The objective of each loss, and its inputs besides `target_tokens`."""
+
+
+def objective_of(request: ForwardBackward) -> Objective:
+    """Return the objective of a request.
+
+    Raises:
+        RefusedError: The service has no such loss, or the loss has no such option.
+    """
+    if request.loss not in LOSSES:
+        raise RefusedError(unknown_name("loss", request.loss[:80], LOSSES), param="loss_fn")
+    if request.options:
+        raise refused_field("loss_fn_config", dict(request.options), f"empty for {request.loss}")
+    return LOSSES[request.loss][0]
+
+
+def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> Batch:
+    """Return the rows of a request: the input tokens of each, and its last target.
+
+    Args:
+        request: The request.
+        vocab_size: All token ids are smaller.
+        max_tokens: Maximum length of a row.
+
+    Raises:
+        RefusedError: A row cannot train; the message names it.
+    """
+    if not request.data:
+        raise RefusedError("data must have at least one datum.", param="data")
+    _, names = LOSSES[request.loss]
+    rows = [_row(datum, names, f"data[{index}]") for index, datum in enumerate(request.data)]
+    for index, (ids, _) in enumerate(rows):
+        if len(ids) > max_tokens or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise RefusedError(
+                f"data[{index}] must have at most {max_tokens} tokens with ids from 0 to {vocab_size - 1}, including its "
+                f"last target; found {len(ids)} tokens with ids from {int(ids.min())} to {int(ids.max())}."
+            )
+    ids = Ragged.from_rows([one for one, _ in rows], dtype="int32")
+    mask = np.ones(len(ids.values), dtype=np.bool_)
+    mask[ids.offsets[:-1]] = False
+    columns = {"input_ids": ids, "loss_mask": Ragged(mask, ids.offsets)}
+    columns |= {
+        COLUMNS[name]: Ragged(np.concatenate([inputs[name] for _, inputs in rows]), ids.offsets) for name in names
+    }
+    if "loss_weights" not in columns:
+        columns["loss_weights"] = Ragged(mask.astype(np.float32), ids.offsets)
+    return Batch([RowKey(f"datum-{index}", 0, 0) for index in range(len(rows))], columns)
+
+
+def _row(datum: Datum, names: Sequence[str], where: str) -> tuple[np.ndarray, dict[str, FloatArray]]:
+    """Return a row's tokens, and its inputs with 0 at the first token."""
+    known = {"target_tokens", *names}
+    for name in datum.inputs:
+        if name not in known:
+            raise RefusedError(f"{where}: {unknown_name('input', name[:80], known)}", param=name[:80])
+    tokens, targets = datum.tokens, datum.inputs.get("target_tokens")
+    if not len(tokens):
+        raise RefusedError(f"{where}.model_input must have at least one token.", param="model_input")
+    if targets is None or targets.shape != tokens.shape or (targets[:-1] != tokens[1:]).any():
+        found = None if targets is None else list(targets.shape)
+        raise RefusedError(
+            f"{where}.target_tokens must be the token after each of the {len(tokens)} input tokens; found "
+            f"{'other tokens' if targets is not None and targets.shape == tokens.shape else f'shape {found}'}.",
+            param="target_tokens",
+        )
+    inputs: dict[str, FloatArray] = {}
+    for name in names:
+        values = datum.inputs.get(name)
+        if values is None and name == "weights":
+            values = np.ones(len(tokens), dtype=np.float32)
+        if values is None or values.shape != tokens.shape or not np.isfinite(values).all():
+            found = None if values is None else list(values.shape)
+            raise refused_field(f"{where}.{name}", f"shape {found}", f"{len(tokens)} finite numbers")
+        inputs[name] = np.concatenate([np.zeros(1, np.float32), values.astype(np.float32)])
+    return np.concatenate([tokens, targets[-1:]]).astype(np.int64), inputs
+
+
+def target_logprobs(batch: Batch, logprobs: Ragged) -> list[FloatArray]:
+    """Return the logprobs of each row's targets."""
+    return [np.asarray(one[1:], dtype=np.float32) for one in logprobs]
+
+
+def loss_of(objective: Objective, batch: Batch, logprobs: Ragged) -> float:
+    """Return the loss of rows whose logprobs are known."""
+    ids = batch.ragged("input_ids")
+    columns = {
+        name: torch.from_numpy(np.array(batch.ragged(name).values)) for name in batch.names - {"input_ids"}
+    }
+    rows = MicroBatch(
+        input_ids=torch.from_numpy(ids.values.astype(np.int64)),
+        position_ids=torch.cat([torch.arange(length) for length in ids.lengths.tolist()]),
+        offsets=torch.from_numpy(np.array(ids.offsets)),
+        columns=columns,
+    )
+    with torch.no_grad():
+        return float(objective(torch.from_numpy(np.array(logprobs.values)), None, rows)[0])

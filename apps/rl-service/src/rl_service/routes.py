@@ -1,0 +1,288 @@
+"""The service's HTTP routes."""
+
+import hmac
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rl_core.data import Json
+from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway.requests import BodyReader, ErrorsInFormat, Handler, secret_of
+from rl_service import requests
+from rl_service.checkpoints import Saved
+from rl_service.service import TrainingService
+from rl_service.settings import ServiceSettings
+from rl_service.wire import PROTOBUF, decompressed, read_forward_backward
+
+RequestT = TypeVar("RequestT", bound=requests.Request)
+API = "/api/v1"
+GONE = 410
+"""Status of a session that has ended, and of a result that its client may ask for with a new request."""
+
+
+class Routes:
+    """Serves a service over HTTP to clients that have its key."""
+
+    def __init__(self, service: TrainingService, settings: ServiceSettings, key: str) -> None:
+        """Serve a service.
+
+        Args:
+            service: The service.
+            settings: Its settings.
+            key: The key of all clients.
+        """
+        self._service, self._settings, self._key = service, settings, key
+        server = settings.server
+        self._bodies = BodyReader(max_bytes=server.max_body_bytes, timeout_s=server.client_timeout_s)
+
+    def application(self) -> Starlette:
+        """Return the ASGI application."""
+        service, of = self._service, self._posted
+        posts: Mapping[str, Handler] = {
+            "/client/config": of(requests.ClientConfig, self._client_config),
+            "/client/dynamic_config": of(requests.ClientConfig, lambda _: {"sample_cancel_enabled": True}),
+            "/create_session": of(requests.CreateSession, service.create_session),
+            "/session_heartbeat": self._heartbeat,
+            "/sessions/{id}/finish": self._finish,
+            "/create_model": of(requests.CreateModel, service.create_model),
+            "/get_info": of(requests.OfModel, service.get_info),
+            "/forward_backward": self._forward_backward,
+            "/optim_step": of(requests.OptimStep, service.optim_step),
+            "/save_weights": of(requests.SaveWeights, service.save_weights),
+            "/save_weights_for_sampler": of(requests.SaveWeightsForSampler, service.save_weights_for_sampler),
+            "/load_weights": of(requests.LoadWeights, service.load_weights),
+            "/create_sampling_session": of(requests.CreateSamplingSession, service.create_sampling_session),
+            "/asample": of(requests.Sample, service.sample),
+            "/retrieve_future": self._retrieve,
+            "/cancel_future": self._cancel,
+            "/weights_info": of(requests.WeightsPath, self._weights_info),
+            "/telemetry": self._telemetry,
+        }
+        gets: Mapping[str, Handler] = {
+            "/healthz": self._health,
+            "/get_server_capabilities": self._capabilities,
+            "/samplers/{id}": self._sampler,
+            "/training_runs": self._runs,
+            "/training_runs/{run}": self._run,
+            "/training_runs/{run}/checkpoints": self._checkpoints,
+            "/checkpoints": self._checkpoints,
+            "/sessions": self._sessions,
+            "/sessions/{id}": self._session,
+        }
+        saved = "/training_runs/{run}/checkpoints/{segment}/{name}"
+        table = [("POST", path, handler) for path, handler in posts.items()]
+        table += [("GET", path, handler) for path, handler in gets.items()]
+        table += [("DELETE", saved, self._delete), ("PUT", f"{saved}/ttl", self._set_ttl)]
+        return Starlette(
+            routes=[
+                Route(API + path, ErrorsInFormat("openai", self._admitting(handler)), methods=[method])
+                for method, path, handler in table
+            ],
+            exception_handlers={HTTPException: _no_route},  # type: ignore[dict-item]  # Starlette: any Exception
+        )
+
+    def _admitting(self, handler: Handler) -> Handler:
+        async def admitted(request: HttpRequest) -> Response:
+            secret = secret_of(request).encode(errors="replace")
+            if handler != self._health and not hmac.compare_digest(self._key.encode(), secret):
+                raise RefusedError("the service needs its key as X-API-Key.", kind="authentication_error")
+            return await handler(request)
+
+        return admitted
+
+    def _posted(self, kind: type[RequestT], run: Callable[[RequestT], dict[str, Json]]) -> Handler:
+        async def handled(request: HttpRequest) -> Response:
+            return JSONResponse(run(await self._read(request, kind)))
+
+        return handled
+
+    async def _content(self, request: HttpRequest) -> bytes:
+        content = bytes(await self._bodies.read_bytes(request, str(request.client)))
+        encoding = request.headers.get("content-encoding", "")
+        return decompressed(content, encoding, max_bytes=self._settings.server.max_body_bytes)
+
+    async def _read(self, request: HttpRequest, kind: type[RequestT]) -> RequestT:
+        try:
+            return msgspec.json.decode(await self._content(request) or b"{}", type=kind)
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            raise RefusedError(f"the body is not a {kind.__name__}: {error}.") from None
+
+    def _client_config(self, _: requests.ClientConfig) -> dict[str, Json]:
+        """Switch off what this service lacks; a client sends one part of a training request after the other."""
+        return {
+            "pjwt_auth_enabled": False,
+            "parallel_fwdbwd_chunks": False,
+            "proto_compress_fwdbwd": self._settings.server.compressed_requests,
+            "sample_use_retrieve_futures": False,
+            "sample_join_sampling_session": False,
+            "custom_loss_server_side": False,
+        }
+
+    async def _heartbeat(self, request: HttpRequest) -> Response:
+        beat = await self._read(request, requests.Heartbeat)
+        if beat.session_id in self._service.clients.ended:
+            return JSONResponse({"detail": self._service.clients.ended[beat.session_id]}, status_code=GONE)
+        return JSONResponse(self._service.heartbeat(beat))
+
+    async def _finish(self, request: HttpRequest) -> Response:
+        finish = await self._read(request, requests.FinishSession)
+        return JSONResponse(self._service.finish_session(request.path_params["id"], finish))
+
+    async def _forward_backward(self, request: HttpRequest) -> Response:
+        if PROTOBUF not in request.headers.get("content-type", ""):
+            raise RefusedError(f"forward_backward takes {PROTOBUF} only.")
+        content = await self._content(request)
+        return JSONResponse(self._service.forward_backward(read_forward_backward(content), num_bytes=len(content)))
+
+    async def _retrieve(self, request: HttpRequest) -> Response:
+        request_id = (await self._read(request, requests.RetrieveFuture)).request_id
+        try:
+            answer = await self._service.futures.wait(request_id, timeout_s=self._settings.server.poll_s)
+        except KeyError:
+            answer = self._service.unknown_result(request_id)
+            if answer is None:
+                return JSONResponse({"detail": "its result is gone; send the request again."}, status_code=GONE)
+        if answer is None:
+            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+        return Response(answer.content, media_type=answer.media_type)
+
+    async def _cancel(self, request: HttpRequest) -> Response:
+        return JSONResponse(await self._service.cancel(await self._read(request, requests.CancelFuture)))
+
+    async def _telemetry(self, request: HttpRequest) -> Response:
+        """Accept and drop a client's telemetry."""
+        await self._content(request)
+        return JSONResponse({"status": "accepted"})
+
+    async def _health(self, request: HttpRequest) -> Response:  # noqa: ARG002
+        return JSONResponse({"status": "ok"})
+
+    async def _capabilities(self, request: HttpRequest) -> Response:  # noqa: ARG002
+        length = self._service.sampler.max_tokens
+        models = [
+            {"model_name": name, "max_context_length": length, "trainable": True, "sampleable": True}
+            for name in self._settings.policy.all_names
+        ]
+        return JSONResponse({"supported_models": models})
+
+    async def _sampler(self, request: HttpRequest) -> Response:
+        client = self._service.clients.sampling.get(request.path_params["id"])
+        if client is None:
+            raise RefusedError("there is no such sampling client.", kind="not_found_error")
+        shown = {"sampler_id": client.sampler_id, "base_model": client.base_model, "model_path": client.path}
+        return JSONResponse(shown)
+
+    def _weights_info(self, request: requests.WeightsPath) -> dict[str, Json]:
+        saved = self._service.checkpoints.find(request.tinker_path)
+        info: dict[str, Json] = {"base_model": saved.base_model, "is_lora": saved.rank > 0, "lora_rank": saved.rank or None}
+        return info | {"train_unembed": False, "train_mlp": True, "train_attn": True}
+
+    async def _checkpoints(self, request: HttpRequest) -> Response:
+        run = request.path_params.get("run")
+        found = [_shown(saved) for saved in self._service.checkpoints if run in (None, saved.run)]
+        return JSONResponse({"checkpoints": found} if run else _page(request, "checkpoints", found))
+
+    async def _runs(self, request: HttpRequest) -> Response:
+        return JSONResponse(_page(request, "training_runs", [self._run_of(run) for run in self._service.clients.training]))
+
+    async def _run(self, request: HttpRequest) -> Response:
+        run = request.path_params["run"]
+        if run not in self._service.clients.training:
+            raise RefusedError(f"there is no training run {run[:120]!r}.", kind="not_found_error")
+        return JSONResponse(self._run_of(run))
+
+    def _run_of(self, run: str) -> dict[str, Any]:
+        client = self._service.clients.training[run]
+        saved = [one for one in self._service.checkpoints if one.run == run]
+        last = {segment: next((one for one in reversed(saved) if one.segment == segment), None) for segment in SEGMENTS}
+        return {
+            "training_run_id": run,
+            "base_model": client.entry.base_model,
+            "model_owner": "local",
+            "is_lora": client.entry.rank > 0,
+            "corrupted": False,
+            "lora_rank": client.entry.rank or None,
+            "last_request_time": _time(client.seen_at),
+            "last_checkpoint": None if last["weights"] is None else _shown(last["weights"]),
+            "last_sampler_checkpoint": None if last["sampler_weights"] is None else _shown(last["sampler_weights"]),
+            "user_metadata": _texts(client.entry.user_metadata),
+        }
+
+    async def _sessions(self, request: HttpRequest) -> Response:
+        return JSONResponse({"sessions": _page(request, "sessions", list(self._service.clients.sessions))["sessions"]})
+
+    async def _session(self, request: HttpRequest) -> Response:
+        session_id, clients = request.path_params["id"], self._service.clients
+        if session_id not in clients.sessions:
+            raise RefusedError("there is no such session.", kind="not_found_error")
+        session = clients.sessions[session_id]
+        return JSONResponse(
+            {
+                "training_run_ids": [one.model_id for one in clients.training.values() if one.entry.session_id == session_id],
+                "sampler_ids": [one.sampler_id for one in clients.sampling.values() if one.session_id == session_id],
+                "user_metadata": _texts(session.user_metadata),
+                "display_name": session.display_name,
+            }
+        )
+
+    async def _delete(self, request: HttpRequest) -> Response:
+        self._service.checkpoints.remove(_path_of(request))
+        return Response(status_code=204)
+
+    async def _set_ttl(self, request: HttpRequest) -> Response:
+        body = await self._read(request, requests.TimeToLive)
+        self._service.checkpoints.set_expiry(_path_of(request), body.ttl_seconds)
+        return Response(status_code=204)
+
+
+SEGMENTS = ("weights", "sampler_weights")
+
+
+def _path_of(request: HttpRequest) -> str:
+    return "tinker://{run}/{segment}/{name}".format(**request.path_params)
+
+
+def _shown(saved: Saved) -> dict[str, Any]:
+    _, _, name = saved.path.rpartition("/")
+    return {
+        "checkpoint_id": f"{saved.segment}/{name}",
+        "checkpoint_type": "training" if saved.segment == "weights" else "sampler",
+        "time": _time(saved.saved_at),
+        "tinker_path": saved.path,
+        "size_bytes": saved.size_bytes,
+        "public": False,
+        "user_metadata": saved.user_metadata,
+        "expires_at": None if saved.expires_at is None else _time(saved.expires_at),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, tz=UTC).isoformat()
+
+
+def _texts(values: Mapping[str, Any] | None) -> dict[str, str] | None:
+    return None if values is None else {name: str(value) for name, value in values.items()}
+
+
+def _page(request: HttpRequest, name: str, items: list[Any]) -> dict[str, Any]:
+    """Return the newest items first, in pages."""
+    try:
+        limit, offset = (int(request.query_params.get(key, default)) for key, default in (("limit", 20), ("offset", 0)))
+    except ValueError:
+        raise RefusedError("limit and offset must be integers.", param="limit") from None
+    shown = items[::-1][max(offset, 0) : max(offset, 0) + max(limit, 0)]
+    return {name: shown, "cursor": {"offset": offset, "limit": limit, "total_count": len(items)}}
+
+
+async def _no_route(request: HttpRequest, error: HTTPException) -> Response:  # noqa: ARG001
+    """Return the error of a route that this service does not have, by name."""
+    told = f"this service does not have {request.method} {request.url.path[:120]}."
+    return JSONResponse({"error": {"message": told, "type": "not_found_error"}}, status_code=error.status_code)
+

@@ -1,0 +1,215 @@
+"""Training data and results in the client's protobuf messages. Only this file knows the `tinker` package.
+
+Facts about the messages come from tinker 0.38 (Apache-2.0).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.data import FloatArray, IntArray
+from rl_core.errors import MissingExtraError
+from rl_rollout.gateway.refusals import RefusedError, refused_field
+
+try:
+    import zstandard
+    from google.protobuf.message import DecodeError
+    from tinker.proto import tinker_public_pb2 as messages
+except ImportError as error:
+    raise MissingExtraError(
+        f"the service needs tinker's messages: {error}. Install rl-service[service] as the README says."
+    ) from error
+
+PROTOBUF = "application/x-protobuf"
+_DTYPES: Mapping[int, str] = {messages.DTYPE_FLOAT32: "<f4", messages.DTYPE_INT64: "<i8", messages.DTYPE_INT32: "<i4"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """A row of training data.
+
+    Attributes:
+        tokens: [N] int32 input tokens.
+        inputs: The loss's inputs by name, with one value for each token.
+    """
+
+    tokens: IntArray
+    inputs: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackward:
+    """A request to compute a loss, and its gradients.
+
+    Attributes:
+        model_id: The training client.
+        seq_id: Position in its order.
+        loss: Name of the loss.
+        options: Options of the loss.
+        data: The rows.
+        forward_only: Compute no gradients.
+        problem: Why the request cannot run; it still takes its place in the client's order.
+    """
+
+    model_id: str
+    seq_id: int
+    loss: str
+    options: Mapping[str, float | str]
+    data: Sequence[Datum]
+    forward_only: bool
+    problem: RefusedError | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of input tokens."""
+        return sum(len(datum.tokens) for datum in self.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """A sampled sequence.
+
+    Attributes:
+        tokens: [R] int32.
+        logprobs: [R] float32.
+        is_cut: Whether the maximum number of tokens ended it.
+        top: Most probable tokens and their logprobs, [R, K] each; None if nobody asked.
+    """
+
+    tokens: IntArray
+    logprobs: FloatArray
+    is_cut: bool
+    top: tuple[IntArray, FloatArray] | None = None
+
+
+def decompressed(body: bytes, encoding: str, *, max_bytes: int) -> bytes:
+    """Return a body without its content encoding.
+
+    Raises:
+        RefusedError: The encoding is unknown, or the content damaged or too large.
+    """
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "zstd":
+        raise refused_field("content-encoding", encoding, '"zstd" or "identity"')
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
+            content: bytes = reader.read(max_bytes + 1)
+    except zstandard.ZstdError as error:
+        raise RefusedError(f"the body is not zstd: {error}.") from None
+    if len(content) > max_bytes:
+        raise RefusedError(f"the body must have at most {max_bytes} bytes.", kind="request_too_large")
+    return content
+
+
+def read_forward_backward(body: bytes) -> ForwardBackward:
+    """Read a request. Data that the service does not support becomes its `problem`, which names the field.
+
+    Raises:
+        RefusedError: The message is damaged.
+    """
+    message = messages.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise RefusedError(f"the body is not a ForwardBackwardRequest: {error}.") from None
+    options: dict[str, float | str] = dict(message.loss_fn_config)
+    options |= {name: getattr(one, one.WhichOneof("value")) for name, one in message.loss_fn_config_v2.items()}
+    data, problem = [], None
+    try:
+        data = [_datum(one, f"data[{index}]") for index, one in enumerate(message.data)]
+    except RefusedError as error:
+        problem = error
+    return ForwardBackward(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        loss=message.loss_fn,
+        options=options,
+        data=data,
+        forward_only=message.forward_only,
+        problem=problem,
+    )
+
+
+def _datum(message: Any, where: str) -> Datum:
+    parts = []
+    for index, chunk in enumerate(message.model_input):
+        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+            raise refused_field(f"{where}.model_input[{index}]", kind, "text; this service trains no other kind")
+        parts.append(_array(chunk.encoded_text.tokens, "<i4", f"{where}.model_input[{index}]"))
+    inputs = {name: _tensor(one, f"{where}.{name}") for name, one in message.loss_fn_inputs.items()}
+    return Datum(tokens=np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs=inputs)
+
+
+def _tensor(message: Any, where: str) -> NDArray[Any]:
+    if message.WhichOneof("encoding") == "sparse_csr":
+        raise refused_field(where, "sparse_csr", "a dense tensor")
+    if message.dtype not in _DTYPES:
+        raise refused_field(f"{where}.dtype", message.dtype, f"one of {list(_DTYPES)}")
+    values = _array(message.dense, _DTYPES[message.dtype], where)
+    shape = tuple(message.shape) or values.shape
+    if int(np.prod(shape)) != values.size or min(shape, default=0) < 0:
+        raise refused_field(f"{where}.shape", list(shape), f"a shape of {values.size} values")
+    return values.reshape(shape)
+
+
+def _array(content: bytes, dtype: str, where: str) -> NDArray[Any]:
+    try:
+        return np.frombuffer(content, dtype=dtype)
+    except ValueError:
+        raise refused_field(where, f"{len(content)} bytes", f"values of type {dtype}") from None
+
+
+def write_forward_backward(logprobs: Sequence[FloatArray], metrics: Mapping[str, float]) -> bytes:
+    """Return the message of a pass.
+
+    Args:
+        logprobs: Logprobs of the target tokens of each row.
+        metrics: Metrics, named `name:reduction`.
+    """
+    message = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    ends = np.cumsum([0, *(4 * len(one) for one in logprobs)], dtype="<i8")
+    record = message.loss_fn_outputs.add(num_datums=len(logprobs))
+    field = record.fields["logprobs"]
+    field.dtype, field.offsets = messages.DTYPE_FLOAT32, ends.tobytes()
+    field.data = b"".join(np.asarray(one, "<f4").tobytes() for one in logprobs)
+    content: bytes = message.SerializeToString()
+    return content
+
+
+def write_samples(
+    sequences: Sequence[Sampled],
+    prompt_logprobs: FloatArray | None = None,
+    top: tuple[IntArray, FloatArray] | None = None,
+) -> bytes:
+    """Return the message of a sampling request.
+
+    Args:
+        sequences: The samples.
+        prompt_logprobs: [P] logprobs of the prompt, NaN where there is none; None if nobody asked.
+        top: Most probable tokens of the prompt and their logprobs, [P, K] each; None if nobody asked.
+    """
+    message = messages.SampleResponse()
+    for sampled in sequences:
+        sequence = message.sequences.add(
+            stop_reason=messages.STOP_REASON_LENGTH if sampled.is_cut else messages.STOP_REASON_STOP,
+            tokens=np.asarray(sampled.tokens, "<i4").tobytes(),
+            logprobs=np.asarray(sampled.logprobs, "<f4").tobytes(),
+        )
+        if sampled.top is not None:
+            _put_top(sequence.topk_sampled_logprobs, sampled.top)
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = np.asarray(prompt_logprobs, "<f4").tobytes()
+    if top is not None:
+        _put_top(message.topk_prompt_logprobs, top)
+    content: bytes = message.SerializeToString()
+    return content
+
+
+def _put_top(message: Any, top: tuple[IntArray, FloatArray]) -> None:
+    ids, logprobs = top
+    message.length, message.k = ids.shape
+    message.token_ids, message.logprobs = np.asarray(ids, "<i4").tobytes(), np.asarray(logprobs, "<f4").tobytes()
