@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import structlog
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.cluster import within
 from rl_core.data import IntArray
-from rl_core.errors import SettingsError
+from rl_core.errors import EngineError, NotReadyError, SettingsError, WeightProofError
 from rl_core.files import read_json_object
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -47,6 +48,7 @@ from rl_service.settings import ServiceSettings
 if TYPE_CHECKING:
     from rl_distill.megatron.learner import MegatronLearner
 
+log = structlog.get_logger(__name__)
 T = TypeVar("T")
 BASE = "base"
 ADAPTER_FILE, CANARY_FILE = "adapter_model.safetensors", "canary.json"
@@ -59,6 +61,7 @@ class LearnerBackend:
 
     Attributes:
         base: Digest of each tensor under the adapters.
+        tied: Names that share another's tensor.
         vocab_size: All token ids are smaller.
         max_tokens: Maximum number of tokens of a row.
     """
@@ -69,6 +72,7 @@ class LearnerBackend:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
         self._owner: str | None = None
         self.base: Mapping[str, TensorDigest] = {}
+        self.tied: Mapping[str, str] = {}
         config = parse_policy_config(read_policy_config(settings.policy.path), backend=settings.policy.backend)
         self.vocab_size, self.max_tokens = config.vocab_size, config.max_position_embeddings
         self.adapted = tuple(adapted_modules(config, self._lora()))
@@ -99,7 +103,7 @@ class LearnerBackend:
         options = LearnerOptions(**{one.name: getattr(chosen, one.name) for one in fields(chosen)})
         policy, backend = self._settings.policy.path, self._settings.policy.backend
         self._learner: MegatronLearner = MegatronLearner(policy, options, backend=backend, lora=self._lora())
-        self.base = digest_tensors(self._learner.export_base())
+        self.base, self.tied = digest_tensors(self._learner.export_base()), self._learner.tied
         if not (folder / "fresh").exists():
             self._learner.save(folder / "fresh")
         base = {n: t * 0 if n.endswith(LORA_B) else t.clone() for n, t in self._learner.export_adapter().items()}
@@ -251,11 +255,23 @@ class EngineBackend:
     async def serve(self, folder: Path) -> int:
         """Serve the weights in a folder that `LearnerBackend.save_sampler` wrote; return their version.
 
+        A failed proof is repeated once.
+
         Raises:
+            NotReadyError: The engine cannot take them.
             WeightProofError: The engine serves something else; the message names the tensor.
         """
-        update, canary = await asyncio.to_thread(self._update, folder, self._version + 1)
+        try:
+            return await self._serve_once(folder)
+        except WeightProofError as error:
+            log.warning("weight_proof_failed", version=self._version, tensor=error.tensor, error=str(error))
+            return await self._serve_once(folder)
+        except EngineError as error:
+            raise NotReadyError(f"the engine cannot serve {folder}: {error}") from error
+
+    async def _serve_once(self, folder: Path) -> int:
         self._version += 1
+        update, canary = await asyncio.to_thread(self._update, folder, self._version)
         await publish_weights(update, [self.engine], canary=canary, tolerances=self._tolerances)
         return self._version
 
@@ -265,7 +281,7 @@ class EngineBackend:
         file = folder / ADAPTER_FILE
         digests = digest_tensors(load_file(file), kind="crc32c")
         adapter = AdapterUpdate(rank=self._settings.lora.max_rank, base=self._learner.base)
-        update = WeightUpdate(version=version, digests=digests, location=InFile(file=file), adapter=adapter)
+        update = WeightUpdate(version=version, digests=digests, location=InFile(file=file), tied=dict(self._learner.tied), adapter=adapter)
         rows = read_json_object(folder / CANARY_FILE)["logprobs"]
         logprobs = [np.asarray(row, dtype=np.float32) for row in rows]
         return update, Canary(sequences=self._learner.canary_sequences, logprobs=logprobs)
