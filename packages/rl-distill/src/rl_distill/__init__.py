@@ -14,10 +14,11 @@ from rl_distill.architecture.policy_config import (
     refuse_quantized,
 )
 from rl_distill.architecture.tensor_shapes import count_parameters, forward_flops, keeps_state
-from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
+from rl_distill.options import AdamOptions, LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_layout, check_learner, check_ranks, teacher_layout
 
 __all__ = [
+    "AdamOptions",
     "LearnerOptions",
     "LoraOptions",
     "ModelBackend",

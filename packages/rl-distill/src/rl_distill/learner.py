@@ -13,15 +13,18 @@ from rl_core.record_fields import record
 from rl_core.weights import WeightUpdate
 from rl_core.weights.broadcast import SenderOptions
 from rl_distill.background import PendingSave
-from rl_distill.options import LearnerOptions
+from rl_distill.options import AdamOptions, LearnerOptions
 
 __all__ = [
+    "AccumulatingLearner",
     "AdapterLearner",
+    "ForwardBackwardResult",
     "Learner",
     "LearnerOptions",
     "MetricSums",
     "MicroBatch",
     "Objective",
+    "OptimStepResult",
     "PendingSave",
     "RankedLearner",
     "StepResult",
@@ -63,32 +66,58 @@ ValueLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, MetricSums]
 
 
 @record
-class StepResult:
-    """Result of one optimizer step.
+class ForwardBackwardResult:
+    """Result of a forward and backward pass over a batch.
 
     Attributes:
-        step: Optimizer steps taken so far, including this one.
-        loss: Loss over the whole global batch.
-        grad_norm: Global norm before clipping.
-        learning_rate: Learning rate of this step.
+        loss: Loss over the whole batch.
         metrics: Weighted means and extremes of the objective's metrics.
-        is_applied: False if the loss or gradient norm is not finite; the step was then skipped and the weights are
-            unchanged.
         broken_rows: Rows of the batch with a value that is not finite, where they could be identified.
-        tokens: float32 columns aligned with input_ids, 0 at untrained tokens: "policy_logprobs", before the update, and
+        tokens: float32 columns aligned with input_ids, 0 outside `loss_mask`: "policy_logprobs", before the update, and
             "entropy". Empty unless requested.
-        computed_tokens: Tokens that the step computed; fewer than the batch has if rows share prefixes.
+        computed_tokens: Tokens that the pass computed; fewer than the batch has if rows share prefixes.
     """
 
-    step: int
     loss: float
-    grad_norm: float
-    learning_rate: float
     metrics: Mapping[str, float]
-    is_applied: bool = True
     broken_rows: tuple[int, ...] = ()
     tokens: Mapping[str, Ragged] = field(default_factory=dict)
     computed_tokens: int = 0
+
+
+@record
+class OptimStepResult:
+    """Result of one optimizer step on the gradients of any number of batches.
+
+    Attributes:
+        step: Optimizer steps taken so far, including this one if it was applied.
+        grad_norm: Global norm before clipping; NaN if the loss is not finite.
+        learning_rate: Learning rate of this step.
+        is_applied: False if the loss or gradient norm is not finite; the step was then skipped and the weights are
+            unchanged.
+    """
+
+    step: int
+    grad_norm: float
+    learning_rate: float
+    is_applied: bool = True
+
+
+@record
+class StepResult(ForwardBackwardResult):
+    """Result of one optimizer step on a global batch; see also `OptimStepResult`.
+
+    Attributes:
+        step: Optimizer steps taken so far, including this one if it was applied.
+        grad_norm: Global norm before clipping.
+        learning_rate: Learning rate of this step.
+        is_applied: False if the step was skipped.
+    """
+
+    step: int
+    grad_norm: float
+    learning_rate: float
+    is_applied: bool = True
 
 
 class Model(Protocol):
@@ -185,6 +214,47 @@ class Learner(Scorer, Trained, Protocol):
     @property
     def tied(self) -> Mapping[str, str]:
         """Return names that share another's tensor, such as {"lm_head.weight": "model.embed_tokens.weight"}."""
+        ...
+
+
+class AccumulatingLearner(Learner, Protocol):
+    """A learner whose optimizer steps can use the gradients of several batches.
+
+    `train_step` is `forward_backward` and `optim_step`. It is refused, as are `save` and `load`, while gradients of
+    `forward_backward` wait for `optim_step`.
+    """
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_tokens: bool = False,
+    ) -> ForwardBackwardResult:
+        """Add the gradients of a batch to those that wait for `optim_step`. Arguments are those of `train_step`.
+
+        An error leaves the gradients that wait unchanged. A batch whose `loss_weights` are all 0 adds zeros.
+
+        Raises:
+            ShapeError: A needed column is missing.
+        """
+        ...
+
+    def optim_step(self, options: AdamOptions | None = None) -> OptimStepResult:
+        """Take one optimizer step with the gradients that wait, zeros if there are none, and clear them.
+
+        The step is skipped if one of their losses or the gradient norm is not finite; see
+        `OptimStepResult.is_applied`.
+
+        Args:
+            options: Settings of this step; None uses those of `LearnerOptions`.
+        """
+        ...
+
+    def zero_grad(self) -> None:
+        """Discard the gradients that wait for `optim_step`."""
         ...
 
 

@@ -115,6 +115,25 @@ class LearnerOptions:
 
 
 @settings_record
+class AdamOptions:
+    """Adam's settings of one optimizer step.
+
+    Attributes:
+        learning_rate: Learning rate.
+        betas: Beta1 and beta2.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay; norms and biases have none.
+        clip_grad: Maximum global gradient norm; 0 disables clipping.
+    """
+
+    learning_rate: NonNegativeFloat
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad: NonNegativeFloat = 0.0
+
+
+@settings_record
 class LoraOptions:
     """A LoRA adapter, trained instead of the policy's weights, which stay frozen (Hu et al. 2021).
 

@@ -20,7 +20,7 @@ from rl_distill.architecture.policy_config import (
     refuse_quantized,
 )
 from rl_distill.checkpoints.checkpoint import PolicySource
-from rl_distill.options import LearnerOptions
+from rl_distill.options import AdamOptions, LearnerOptions
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.row_images import check_images
 
@@ -65,11 +65,24 @@ def check_trainable(batch: Batch) -> None:
     Raises:
         ShapeError: loss_weights is missing, all zero, or nonzero outside loss_mask.
     """
-    if "loss_weights" not in batch:
-        raise ShapeError(f"train_step needs the column 'loss_weights'; the batch has {sorted(batch.names)}.")
-    weights = batch.ragged("loss_weights").values
-    if not weights.any():
+    check_loss_weights(batch, who="train_step")
+    if not batch.ragged("loss_weights").values.any():
         raise ShapeError("no token of the batch trains: all loss_weights are 0. Skip the step.")
+
+
+def check_loss_weights(batch: Batch, *, who: str) -> None:
+    """Check that the batch has loss_weights, only inside its loss_mask.
+
+    Args:
+        batch: The batch.
+        who: The method that needs them, for the message.
+
+    Raises:
+        ShapeError: loss_weights is missing, or nonzero outside loss_mask.
+    """
+    if "loss_weights" not in batch:
+        raise ShapeError(f"{who} needs the column 'loss_weights'; the batch has {sorted(batch.names)}.")
+    weights = batch.ragged("loss_weights").values
     if "loss_mask" in batch and (outside := np.flatnonzero((weights != 0) & ~batch.ragged("loss_mask").values)).size:
         row = int(np.searchsorted(batch.ragged("loss_mask").offsets, outside[0], side="right")) - 1
         raise ShapeError(
@@ -124,6 +137,17 @@ def learning_rate_at(step: int, options: LearnerOptions) -> float:
     if options.decay == "cosine":
         left = 0.5 * (1.0 - math.cos(math.pi * min(1.0, left)))
     return lowest + (peak - lowest) * min(1.0, left)
+
+
+def adam_at(step: int, options: LearnerOptions) -> AdamOptions:
+    """Return Adam's settings of a step, from 1, with the scheduled learning rate."""
+    return AdamOptions(
+        learning_rate=learning_rate_at(step, options),
+        betas=options.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        clip_grad=options.clip_grad,
+    )
 
 
 def check_tokens(batch: Batch, config: PolicyConfig) -> None:

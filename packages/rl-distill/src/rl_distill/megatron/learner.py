@@ -17,19 +17,28 @@ from rl_distill.architecture.lora_targets import adapter_size
 from rl_distill.architecture.policy_config import ModelBackend, PolicyConfig
 from rl_distill.checkpoints.checkpoint import critic_shapes
 from rl_distill.checkpoints.peft_folder import AdapterFolder
-from rl_distill.learner import LearnerOptions, MetricSums, MicroBatch, Objective, StepResult, ValueLoss
+from rl_distill.learner import (
+    ForwardBackwardResult,
+    LearnerOptions,
+    MetricSums,
+    MicroBatch,
+    Objective,
+    OptimStepResult,
+    StepResult,
+    ValueLoss,
+)
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_model import RankModel
-from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, in_batch_order
+from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, in_batch_order, joined
 from rl_distill.megatron.ranks import LearnerRanks
-from rl_distill.options import LoraOptions
-from rl_distill.stepping import check_temperature
+from rl_distill.options import AdamOptions, LoraOptions
+from rl_distill.stepping import check_loss_weights, check_temperature
 
 __all__ = ["BaseReference", "MegatronCritic", "MegatronLearner", "MegatronReference"]
 
 
 class MegatronLearner(TrainedModel):
-    """A policy trained with megatron-core. Implements `rl_distill.learner.Learner`."""
+    """A policy trained with megatron-core. Implements `rl_distill.learner.AccumulatingLearner`."""
 
     kind, replays = "policy", True
 
@@ -113,6 +122,35 @@ class MegatronLearner(TrainedModel):
         return self._train(
             batch, objective, temperature=temperature, with_entropy=with_entropy, with_tokens=with_tokens
         )
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        objective: Objective,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_tokens: bool = False,
+    ) -> ForwardBackwardResult:
+        """Add the gradients of a batch to those that wait; see `rl_distill.learner.AccumulatingLearner`."""
+        check_temperature(temperature)
+        check_loss_weights(batch, who="forward_backward")
+        shares, rows = self._shares(batch)
+        wanted = {"temperature": temperature, "with_entropy": with_entropy, "with_tokens": with_tokens}
+        results = self._call_shares(RankModel.forward_backward, shares, objective, **wanted)
+        self._num_waiting += 1
+        return joined(batch, rows, results)
+
+    def optim_step(self, options: AdamOptions | None = None) -> OptimStepResult:
+        """Take one optimizer step with the gradients that wait; see `rl_distill.learner.AccumulatingLearner`."""
+        result = self._call_all(RankModel.optim_step, options)[0]
+        self.step, self._num_waiting = result.step, 0
+        return result
+
+    def zero_grad(self) -> None:
+        """Discard the gradients that wait for `optim_step`."""
+        self._call_all(RankModel.zero_grad)
+        self._num_waiting = 0
 
     @converts_arguments
     def load_teacher_heads(self, folders: Sequence[Path]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_distill.megatron.cpu import cuda_type_names
 from rl_distill.megatron.parallel import group_of_copies
-from rl_distill.options import LearnerOptions
+from rl_distill.options import AdamOptions, LearnerOptions
 from rl_distill.stepping import clip_scale
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -42,14 +42,9 @@ class Main:
 class RankAdam(ABC):
     """Mixed-precision AdamW over a rank's parameters, without weight decay on norms and biases."""
 
-    def __init__(self, options: LearnerOptions, mains: Mapping[torch.nn.Parameter, Main]) -> None:
-        """Keep what the optimizers of the parameters update.
-
-        Args:
-            options: Learner options with the settings of Adam.
-            mains: What is updated, by parameter.
-        """
-        self._clip_grad, self._mains = options.clip_grad, mains
+    def __init__(self, mains: Mapping[torch.nn.Parameter, Main]) -> None:
+        """Keep what the optimizers of the parameters update, by parameter."""
+        self._mains = mains
         self._on_host: Offloaded | None = None
 
     @abstractmethod
@@ -57,8 +52,32 @@ class RankAdam(ABC):
         """Clear the gradients."""
 
     @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's gradients, always in the same order."""
+
+    @abstractmethod
     def grad_norm(self) -> float:
         """Return the global norm of the summed gradients, and prepare them for `step`."""
+
+    @contextmanager
+    def adding(self, *, has_gradients: bool) -> Iterator[None]:
+        """Add the gradients computed inside the context to the earlier ones, which an error inside leaves unchanged.
+
+        Ranks sum all gradients that they hold, so earlier sums are set aside meanwhile.
+
+        Args:
+            has_gradients: There are earlier gradients; otherwise the context starts from zeros.
+        """
+        earlier = [gradient.clone() for gradient in self.gradients()] if has_gradients else []
+        self.zero_grad()
+        try:
+            yield
+        except BaseException:
+            self.zero_grad()
+            raise
+        finally:
+            if earlier:
+                torch._foreach_add_(self.gradients(), earlier)
 
     @abstractmethod
     def inner(self) -> Iterator[torch.optim.Optimizer]:
@@ -68,17 +87,19 @@ class RankAdam(ABC):
     def _apply(self) -> None:
         """Update the weights by the prepared gradients."""
 
-    def step(self, grad_norm: float, *, learning_rate: float) -> None:
+    def step(self, grad_norm: float, options: AdamOptions) -> None:
         """Clip the gradients and update the weights.
 
         Args:
             grad_norm: Result of `grad_norm`.
-            learning_rate: Learning rate of this step.
+            options: Settings of this step.
         """
         for inner in self.inner():
             for group in inner.param_groups:
-                group["lr"] = learning_rate
-        scale = clip_scale(grad_norm, self._clip_grad)
+                group["lr"], group["betas"], group["eps"] = options.learning_rate, options.betas, options.eps
+                # Megatron applies wd_mult, which exempts norms, only in its own scheduler.
+                group["weight_decay"] = options.weight_decay * group["wd_mult"]
+        scale = clip_scale(grad_norm, options.clip_grad)
         if scale < 1.0:  # Megatron's clipping requires CUDA tensors
             grads = [p.grad for inner in self.inner() for group in inner.param_groups for p in group["params"]]
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
@@ -198,18 +219,20 @@ class MegatronAdam(RankAdam):
             self._optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
         for inner in self.inner():
             for group in inner.param_groups:
-                # Megatron applies wd_mult, which exempts norms, only in its own scheduler.
-                group["weight_decay"] = options.weight_decay * group["wd_mult"]
                 if isinstance(inner, torch.optim.AdamW):
                     group["fused"] = True  # one memory pass per parameter, on CPU and GPU
         trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-        super().__init__(options, self._find_mains(trained))
+        super().__init__(self._find_mains(trained))
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the buffers in which Megatron sums this rank's gradients."""
+        return [b.grad_data for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def grad_norm(self) -> float:
         """Return the global norm of the summed gradients, and prepare them for `step`."""

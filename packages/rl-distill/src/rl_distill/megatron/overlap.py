@@ -69,6 +69,14 @@ def gather_weights(chunks: Iterable[Any]) -> None:
                     group.start_param_sync(force_sync=True)
 
 
+def mark_stale(chunks: Iterable[Any]) -> None:
+    """Let the next forward pass gather the weights again, as it does after a backward pass."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            for group in _bucket_groups(chunk):
+                group.param_gather_dispatched = False
+
+
 def _bucket_groups(chunk: DistributedDataParallel) -> Iterator[Any]:
     yield from chunk.bucket_groups
     yield from chunk.expert_parallel_bucket_groups

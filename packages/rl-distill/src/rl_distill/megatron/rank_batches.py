@@ -257,26 +257,20 @@ class RankShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShare:
-    """Results of an optimizer step on one data-parallel rank. Loss and norm are those of the global batch.
+class ShareResult:
+    """Results of a forward and backward pass on one data-parallel rank.
 
     Attributes:
         loss: Loss of the global batch.
-        grad_norm: Global norm before clipping; NaN if the loss is not finite.
-        learning_rate: Learning rate of this step.
         metrics: (weighted sum, weight) of each metric over the share's rows.
-        broken_rows: Rows of the share with a value that is not finite, if the step was skipped.
-        is_applied: False if the loss or gradient norm is not finite; the weights are then unchanged.
-        tokens: `StepResult.tokens` of the share's rows, in their order; empty unless requested.
+        broken_rows: Rows of the share with a value that is not finite, if the loss or gradient norm is not.
+        tokens: `ForwardBackwardResult.tokens` of the share's rows, in their order; empty unless requested.
         computed_tokens: Number of tokens computed for the share.
     """
 
     loss: float
-    grad_norm: float
-    learning_rate: float
     metrics: Mapping[str, tuple[float, float]]
     broken_rows: tuple[int, ...] = ()
-    is_applied: bool = True
     tokens: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     computed_tokens: int = 0
 

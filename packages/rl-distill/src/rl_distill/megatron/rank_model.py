@@ -20,20 +20,20 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.weights.broadcast import RankOffer, SenderOptions, WeightSender, offer_from_rank
 from rl_distill.architecture.memory import RankMemory
 from rl_distill.checkpoints.hf_folder import read_heads
-from rl_distill.learner import Objective
+from rl_distill.learner import Objective, OptimStepResult
 from rl_distill.megatron.attention.layout import rotary_frequencies
 from rl_distill.megatron.images import RankImages, load_images
 from rl_distill.megatron.lora import base_alone, drawing_by
 from rl_distill.megatron.model import OutputRequest, TokenResults
 from rl_distill.megatron.optimizer import MegatronAdam, Offloaded, RankAdam
-from rl_distill.megatron.overlap import gather_weights
+from rl_distill.megatron.overlap import gather_weights, mark_stale
 from rl_distill.megatron.parallel import RankPosition, learner_device, shards_of_this_rank
 from rl_distill.megatron.rank_batches import (
     Gathered,
     PlacedPack,
     RankShare,
+    ShareResult,
     Sharing,
-    StepShare,
     on_device,
     padded_length,
     place_pack,
@@ -44,10 +44,11 @@ from rl_distill.megatron.setup import ModelPlan, build_chunks
 from rl_distill.megatron.sharded import ShardedAdam, drop_gathered
 from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
+from rl_distill.options import AdamOptions
 from rl_distill.packing import Pack, pack_rows, scored_tokens
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products, computing_with
-from rl_distill.stepping import learning_rate_at
+from rl_distill.stepping import adam_at
 
 
 class RankModel:
@@ -76,6 +77,7 @@ class RankModel:
         chosen_products(plan.options.products)
         self.place = RankPosition.of_this_rank()
         self.step = 0
+        self._losses: list[float] = []
         self._device = device or learner_device()
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
         self._chunks = build_chunks(plan, self._shards, device=self._device)
@@ -142,6 +144,46 @@ class RankModel:
         return {name: torch.cat([part[name] for part in parts]).numpy() for name in (parts[0] if parts else ())}
 
     def train_step(
+        self, share: RankShare, /, objective: Objective, **wanted: Any
+    ) -> tuple[ShareResult, OptimStepResult] | None:
+        """Take one optimizer step; None on ranks that do not report. See `forward_backward` and `optim_step`."""
+        result, gathered = self._add_gradients(share, objective, **wanted)
+        stepped = self.optim_step()
+        if result is None:
+            return None
+        broken = () if stepped.is_applied else gathered.broken_rows()
+        return replace(result, broken_rows=broken), stepped
+
+    def forward_backward(self, share: RankShare, /, objective: Objective, **wanted: Any) -> ShareResult | None:
+        """Add a share's gradients to those that wait for `optim_step`; None on ranks that do not report."""
+        result, gathered = self._add_gradients(share, objective, **wanted)
+        if result is None or np.isfinite(result.loss):
+            return result
+        return replace(result, broken_rows=gathered.broken_rows())
+
+    def optim_step(self, options: AdamOptions | None = None) -> OptimStepResult:
+        """Take one optimizer step with the gradients that wait; see `rl_distill.learner.AccumulatingLearner`."""
+        adam, loss = self.tensors.adam, sum(self._losses)
+        options = options or adam_at(self.step + 1, self.plan.options)
+        if not self._losses:
+            adam.zero_grad()
+            mark_stale(self._chunks)
+        self._losses = []
+        grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
+        is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
+        if is_applied:
+            self.sender.withdraw()
+            adam.step(grad_norm, options)
+            self.step += 1
+        return OptimStepResult(
+            step=self.step, grad_norm=grad_norm, learning_rate=options.learning_rate, is_applied=is_applied
+        )
+
+    def zero_grad(self) -> None:
+        """Discard the gradients that wait for `optim_step`."""
+        self._losses = []
+
+    def _add_gradients(
         self,
         share: RankShare,
         objective: Objective,
@@ -149,8 +191,8 @@ class RankModel:
         temperature: float,
         with_entropy: bool = False,
         with_tokens: bool = False,
-    ) -> StepShare | None:
-        """Take one optimizer step; None on ranks that do not report. A step that is not finite changes nothing."""
+    ) -> tuple[ShareResult | None, Gathered]:
+        """Add a share's gradients to those that wait, or leave these unchanged after an error."""
         gathered = Gathered()
 
         def evaluate(index: int, placed: PlacedPack, scores: TokenResults) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
@@ -170,30 +212,25 @@ class RankModel:
                 loss = scores.trained * 0.0
             return loss, torch.zeros((), dtype=torch.int), {}
 
-        self.tensors.adam.zero_grad()
         mask = "loss_mask" if "loss_mask" in share.batch else None
         comparison = comparison_of(objective)
         wanted = OutputRequest(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
         packs = self._packs(share)
-        with self._dropping():
+        with self.tensors.adam.adding(has_gradients=bool(self._losses)), self._dropping():
             self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
         own_loss, metrics = gathered.totals()
         loss = _total(own_loss if self.place.answers else 0.0)
-        learning_rate = learning_rate_at(self.step + 1, self.plan.options)
-        grad_norm, is_applied = self._update(loss, learning_rate=learning_rate)
+        self._losses.append(loss)
         routing = self._routing(packs) if ROUTED_EXPERTS in share.batch else {}
         if not self.place.answers:
-            return None
-        return StepShare(
+            return None, gathered
+        result = ShareResult(
             loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
             metrics=metrics | routing,
-            broken_rows=() if is_applied else gathered.broken_rows(),
-            is_applied=is_applied,
             tokens=gathered.tokens(share.batch) if with_tokens else {},
             computed_tokens=sum(pack.forest.num_computed for pack in packs),
         )
+        return result, gathered
 
     def _own_models(self) -> list[TransformersModel]:
         """Return the chunks that transformers computes."""
@@ -248,36 +285,31 @@ class RankModel:
             )
 
     def _dropping(self) -> AbstractContextManager[None]:
-        """Return the adapter's dropout context, seeded by the step so that a repeated step drops the same units."""
+        """Return the adapter's dropout context, seeded by the step so that a repeated step drops the same units.
+
+        Each batch of a step drops other units.
+        """
         if not self.plan.lora.dropout:
             return nullcontext()
         groups = (
             parallel_state.get_data_parallel_rank(with_context_parallel=True),
             parallel_state.get_pipeline_model_parallel_rank(),
         )
-        return drawing_by((self.plan.options.seed, self.step, *groups))
-
-    def _update(self, loss: float, *, learning_rate: float) -> tuple[float, bool]:
-        """Apply the optimizer if loss and gradient norm are finite; return the norm and whether it was applied."""
-        adam = self.tensors.adam
-        grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
-        is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
-        if is_applied:
-            self.sender.withdraw()
-            adam.step(grad_norm, learning_rate=learning_rate)
-            self.step += 1
-        return grad_norm, is_applied
+        later_batch = (len(self._losses),) if self._losses else ()
+        return drawing_by((self.plan.options.seed, self.step, *groups, *later_batch))
 
     def offload(self) -> int:
         """Free memory until the next call, which restores everything; return the bytes freed.
 
         On a GPU, parameters, gradients and optimizer state move to host memory. On a CPU only the gradients are freed.
+        Gradients that wait for `optim_step` are kept.
         """
         if self._offloaded is None:
             self.sender.withdraw()
             gather_weights(self._chunks)
             weights, gradients, optimizer = self.tensors.kept()
-            self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer], gradients)
+            kept, dropped = ([*gradients], []) if self._losses else ([], gradients)
+            self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer, *kept], dropped)
             if self._device.type != "cpu":
                 torch.cuda.empty_cache()
         return self._offloaded.num_bytes
@@ -365,7 +397,7 @@ class RankModel:
 
 def _optimizer(plan: ModelPlan, chunks: Sequence[Any]) -> RankAdam:
     if plan.parallel.shard_weights:
-        return ShardedAdam(chunks, plan.options)
+        return ShardedAdam(chunks)
     return MegatronAdam(chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
 
 

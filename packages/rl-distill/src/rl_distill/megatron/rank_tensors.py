@@ -58,8 +58,7 @@ class RankTensors:
         if self._plan.parallel.shard_weights:
             gradients = [held_rows(parameter.grad) for parameter in parameters if parameter.grad is not None]
             return weights, gradients, list(self._adam.tensors())
-        buffers = [b for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        return weights, [buffer.grad_data for buffer in buffers], list(self._adam.tensors())
+        return weights, self._adam.gradients(), list(self._adam.tensors())
 
     def num_parameters(self) -> int:
         """Return the number of policy elements whose primary copy is on this rank, without an adapter's."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged, token_positions
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, NotReadyError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import WeightUpdate
 from rl_core.weights.broadcast import SenderOptions, join_offers
@@ -29,10 +29,17 @@ from rl_distill.checkpoints.checkpoint import (
     state_shapes,
 )
 from rl_distill.checkpoints.pieces import TensorFolder
-from rl_distill.learner import LearnerOptions, Objective, PendingSave, StepResult, metric_values
+from rl_distill.learner import (
+    ForwardBackwardResult,
+    LearnerOptions,
+    Objective,
+    PendingSave,
+    StepResult,
+    metric_values,
+)
 from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.model import Head
-from rl_distill.megatron.rank_batches import RankShare
+from rl_distill.megatron.rank_batches import RankShare, ShareResult
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_tensors import Exported
 from rl_distill.megatron.ranks import LearnerRanks
@@ -146,26 +153,6 @@ class RankedModel:
         tokens = in_batch_order(batch, rows, scores)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
 
-    def _train(self, batch: Batch, objective: Objective, *, temperature: float = 1.0, **wanted: bool) -> StepResult:
-        check_temperature(temperature)
-        check_trainable(batch)
-        shares, rows = self._shares(batch)
-        parts = self._call_shares(RankModel.train_step, shares, objective, temperature=temperature, **wanted)
-        broken = [int(of_rank[row]) for of_rank, part in zip(rows, parts, strict=True) for row in part.broken_rows]
-        first = parts[0]
-        self.step += first.is_applied
-        return StepResult(
-            step=self.step,
-            loss=first.loss,
-            grad_norm=first.grad_norm,
-            learning_rate=first.learning_rate,
-            metrics=metric_values(part.metrics for part in parts),
-            is_applied=first.is_applied,
-            broken_rows=tuple(sorted(broken)),
-            tokens=in_batch_order(batch, rows, [part.tokens for part in parts]),
-            computed_tokens=sum(part.computed_tokens for part in parts),
-        )
-
     def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
         """Return each data-parallel rank's share of the batch in micro-batch order, and the row indices of each."""
         if not self.replays:
@@ -226,8 +213,50 @@ def in_batch_order(
     return {name: Ragged(values, ids.offsets) for name, values in out.items()}
 
 
+def joined(batch: Batch, rows: Sequence[Rows], shares: Sequence[ShareResult]) -> ForwardBackwardResult:
+    """Merge the shares' results of a pass over a batch."""
+    broken = [int(of_rank[row]) for of_rank, share in zip(rows, shares, strict=True) for row in share.broken_rows]
+    return ForwardBackwardResult(
+        loss=shares[0].loss,
+        metrics=metric_values(share.metrics for share in shares),
+        broken_rows=tuple(sorted(broken)),
+        tokens=in_batch_order(batch, rows, [share.tokens for share in shares]),
+        computed_tokens=sum(share.computed_tokens for share in shares),
+    )
+
+
 class TrainedModel(RankedModel):
     """A model with an optimizer, whose weights can be exported, saved and loaded."""
+
+    _num_waiting = 0
+
+    def _train(self, batch: Batch, objective: Objective, *, temperature: float = 1.0, **wanted: bool) -> StepResult:
+        self._check_no_gradients("train_step")
+        check_temperature(temperature)
+        check_trainable(batch)
+        shares, rows = self._shares(batch)
+        parts = self._call_shares(RankModel.train_step, shares, objective, temperature=temperature, **wanted)
+        result, stepped = joined(batch, rows, [share for share, _ in parts]), parts[0][1]
+        self.step = stepped.step
+        return StepResult(
+            step=stepped.step,
+            loss=result.loss,
+            grad_norm=stepped.grad_norm,
+            learning_rate=stepped.learning_rate,
+            metrics=result.metrics,
+            is_applied=stepped.is_applied,
+            broken_rows=result.broken_rows,
+            tokens=result.tokens,
+            computed_tokens=result.computed_tokens,
+        )
+
+    def _check_no_gradients(self, who: str) -> None:
+        """Check that no gradients wait for an optimizer step, which `who` would mix with others or lose."""
+        if self._num_waiting:
+            raise NotReadyError(
+                f"{who} is not possible while the gradients of {self._num_waiting} forward_backward calls wait. Call "
+                "optim_step to use them, or zero_grad to discard them."
+            )
 
     def export_weights(self) -> Mapping[str, Tensor]:
         """Return all weights by Hugging Face name.
@@ -274,6 +303,7 @@ class TrainedModel(RankedModel):
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
         """Write a checkpoint into an empty directory; see `rl_distill.learner.Learner.save`."""
         ranks = self._ranks
+        self._check_no_gradients("save")
         require_empty(directory)
         ranks.call_all(RankHost.begin_save, self._name, directory / STATE_FOLDER)
         adapter = self._trained_adapter()
@@ -289,6 +319,7 @@ class TrainedModel(RankedModel):
         Raises:
             CheckpointError: The checkpoint is missing, incomplete or of another model; the learner is unchanged.
         """
+        self._check_no_gradients("load")
         adapter = self._trained_adapter()
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype, adapter=adapter)
         TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes(), self._source.config))

@@ -18,7 +18,6 @@ from rl_distill.megatron.convert import held_rows
 from rl_distill.megatron.optimizer import Main, RankAdam, sum_of_squares
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.megatron.transformers_chunk import TransformersModel
-from rl_distill.options import LearnerOptions
 
 
 def shard_model(model: TransformersModel, dtype: torch.dtype, *, device: torch.device) -> None:
@@ -63,13 +62,8 @@ def drop_gathered(chunks: Iterable[Any]) -> None:
 class ShardedAdam(RankAdam):
     """torch's AdamW over a rank's rows of the parameters."""
 
-    def __init__(self, chunks: Sequence[Any], options: LearnerOptions) -> None:
-        """Build the optimizer.
-
-        Args:
-            chunks: Models that `shard_model` divided.
-            options: Learner options with the settings of Adam.
-        """
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        """Build the optimizer of models that `shard_model` divided."""
         trained = {n: p for chunk in chunks for n, p in chunk.named_parameters() if p.requires_grad}
         self._rows = {parameter: Parameter(held_rows(parameter.detach())) for parameter in trained.values()}
         decayed: list[Parameter] = []
@@ -77,23 +71,30 @@ class ShardedAdam(RankAdam):
         for name, parameter in trained.items():
             is_exempt = parameter.ndim == 1 or name.endswith(".bias")  # as in Megatron
             (others if is_exempt else decayed).append(self._rows[parameter])
-        groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(
-            groups, lr=options.learning_rate, betas=options.betas, eps=options.eps, fused=True
-        )
-        super().__init__(options, {p: Main(rows, self._adam, 0, is_shared=False) for p, rows in self._rows.items()})
+        groups = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0}]
+        self._adam = torch.optim.AdamW(groups, fused=True)
+        super().__init__({p: Main(rows, self._adam, 0, is_shared=False) for p, rows in self._rows.items()})
 
     def zero_grad(self) -> None:
         """Free the gradients."""
         for parameter, rows in self._rows.items():
             parameter.grad = rows.grad = None
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank's rows; zeros where none were computed."""
+        gradients = []
+        for parameter in self._rows:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(held_rows(parameter.grad))
+        return gradients
+
     @torch.no_grad()
     def grad_norm(self) -> float:
         """Return the global norm of the summed gradients, and prepare them for `step`."""
-        for parameter, rows in self._rows.items():
-            rows.grad = torch.zeros_like(rows) if parameter.grad is None else held_rows(parameter.grad)
-        grads = [rows.grad for rows in self._rows.values() if rows.grad is not None]
+        grads = self.gradients()
+        for rows, gradient in zip(self._rows.values(), grads, strict=True):
+            rows.grad = gradient
         device = next(iter(self._rows)).device
         return math.sqrt(sum_of_squares(grads, group=group_of_copies(of_experts=False), device=device).item())
 
