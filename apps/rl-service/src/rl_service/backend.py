@@ -30,9 +30,15 @@ from rl_core.weights import (
     publish_weights,
     write_safetensors,
 )
-from rl_distill import LearnerOptions, LoraOptions, adapted_modules, parse_policy_config, read_policy_config
+from rl_distill import (
+    AdamOptions,
+    LearnerOptions,
+    LoraOptions,
+    adapted_modules,
+    parse_policy_config,
+    read_policy_config,
+)
 from rl_distill.learner import ForwardBackwardResult, Objective, OptimStepResult
-from rl_distill.options import AdamOptions
 from rl_rollout.engines import (
     EnginePlacement,
     ProcessEngine,
@@ -46,7 +52,7 @@ from rl_service.requests import LoraConfig
 from rl_service.settings import ServiceSettings
 
 if TYPE_CHECKING:
-    from rl_distill.megatron.learner import MegatronLearner
+    pass
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -56,8 +62,9 @@ NUM_CANARIES, CANARY_TOKENS = 4, 24
 
 
 class LearnerBackend:
-    """Trains the adapters of clients, one request at a time. All methods but `start`, `call` and `close` run in its
-    thread.
+    """Trains the adapters of clients, one request at a time.
+
+    All methods but `start`, `call` and `close` run on its thread.
 
     Attributes:
         base: Digest of each tensor under the adapters.
@@ -250,7 +257,9 @@ class EngineBackend:
             await self.engine.start()
         traits, rank = self.engine.traits, self._settings.lora.max_rank
         if traits.max_lora_rank < rank:
-            raise SettingsError(f"{traits.name} serves adapters up to rank {traits.max_lora_rank}; lora.max_rank = {rank}.")
+            raise SettingsError(
+                f"{traits.name} serves adapters up to rank {traits.max_lora_rank}; lora.max_rank = {rank}."
+            )
 
     async def serve(self, folder: Path) -> int:
         """Serve the weights in a folder that `LearnerBackend.save_sampler` wrote; return their version.
@@ -281,7 +290,9 @@ class EngineBackend:
         file = folder / ADAPTER_FILE
         digests = digest_tensors(load_file(file), kind="crc32c")
         adapter = AdapterUpdate(rank=self._settings.lora.max_rank, base=self._learner.base)
-        update = WeightUpdate(version=version, digests=digests, location=InFile(file=file), tied=dict(self._learner.tied), adapter=adapter)
+        update = WeightUpdate(
+            version=version, digests=digests, location=InFile(file=file), tied=dict(self._learner.tied), adapter=adapter
+        )
         rows = read_json_object(folder / CANARY_FILE)["logprobs"]
         logprobs = [np.asarray(row, dtype=np.float32) for row in rows]
         return update, Canary(sequences=self._learner.canary_sequences, logprobs=logprobs)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from rl_core import Batch, Ragged, RowKey
-from rl_core.data import FloatArray
+from rl_core.data import Column, FloatArray, IntArray
 from rl_core.registry import unknown_name
 from rl_distill.learner import MicroBatch, Objective
 from rl_distill.objectives import supervised_objective
@@ -47,16 +47,16 @@ def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> B
         raise RefusedError("data must have at least one datum.", param="data")
     _, names = LOSSES[request.loss]
     rows = [_row(datum, names, f"data[{index}]") for index, datum in enumerate(request.data)]
-    for index, (ids, _) in enumerate(rows):
-        if len(ids) > max_tokens or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+    for index, (row, _) in enumerate(rows):
+        if len(row) > max_tokens or not 0 <= int(row.min()) <= int(row.max()) < vocab_size:
             raise RefusedError(
-                f"data[{index}] must have at most {max_tokens} tokens with ids from 0 to {vocab_size - 1}, including its "
-                f"last target; found {len(ids)} tokens with ids from {int(ids.min())} to {int(ids.max())}."
+                f"data[{index}] must have at most {max_tokens} tokens with ids from 0 to {vocab_size - 1}, with its "
+                f"last target; found {len(row)} tokens with ids from {int(row.min())} to {int(row.max())}."
             )
     ids = Ragged.from_rows([one for one, _ in rows], dtype="int32")
     mask = np.ones(len(ids.values), dtype=np.bool_)
     mask[ids.offsets[:-1]] = False
-    columns = {"input_ids": ids, "loss_mask": Ragged(mask, ids.offsets)}
+    columns: dict[str, Column] = {"input_ids": ids, "loss_mask": Ragged(mask, ids.offsets)}
     columns |= {
         COLUMNS[name]: Ragged(np.concatenate([inputs[name] for _, inputs in rows]), ids.offsets) for name in names
     }
@@ -65,7 +65,7 @@ def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> B
     return Batch([RowKey(f"datum-{index}", 0, 0) for index in range(len(rows))], columns)
 
 
-def _row(datum: Datum, names: Sequence[str], where: str) -> tuple[np.ndarray, dict[str, FloatArray]]:
+def _row(datum: Datum, names: Sequence[str], where: str) -> tuple[IntArray, dict[str, FloatArray]]:
     """Return a row's tokens, and its inputs with 0 at the first token."""
     known = {"target_tokens", *names}
     for name in datum.inputs:
@@ -93,7 +93,7 @@ def _row(datum: Datum, names: Sequence[str], where: str) -> tuple[np.ndarray, di
     return np.concatenate([tokens, targets[-1:]]).astype(np.int64), inputs
 
 
-def target_logprobs(batch: Batch, logprobs: Ragged) -> list[FloatArray]:
+def target_logprobs(logprobs: Ragged) -> list[FloatArray]:
     """Return the logprobs of each row's targets."""
     return [np.asarray(one[1:], dtype=np.float32) for one in logprobs]
 
@@ -101,9 +101,7 @@ def target_logprobs(batch: Batch, logprobs: Ragged) -> list[FloatArray]:
 def loss_of(objective: Objective, batch: Batch, logprobs: Ragged) -> float:
     """Return the loss of rows whose logprobs are known."""
     ids = batch.ragged("input_ids")
-    columns = {
-        name: torch.from_numpy(np.array(batch.ragged(name).values)) for name in batch.names - {"input_ids"}
-    }
+    columns = {name: torch.from_numpy(np.array(batch.ragged(name).values)) for name in batch.names - {"input_ids"}}
     rows = MicroBatch(
         input_ids=torch.from_numpy(ids.values.astype(np.int64)),
         position_ids=torch.cat([torch.arange(length) for length in ids.lengths.tolist()]),

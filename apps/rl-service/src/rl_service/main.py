@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 from rl_core.errors import SettingsError
 from rl_core.files import read_plain
 from rl_core.terminal_text import describe_version, say, use_utf8
-
 from rl_trainer_parts.commands.command_line import HELP, MISTAKE, read_settings, run_command
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A request; `type` repeats its name and has no effect."""
 
     type: str | None = None

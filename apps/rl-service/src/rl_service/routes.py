@@ -181,7 +181,11 @@ class Routes:
 
     def _weights_info(self, request: requests.WeightsPath) -> dict[str, Json]:
         saved = self._service.checkpoints.find(request.tinker_path)
-        info: dict[str, Json] = {"base_model": saved.base_model, "is_lora": saved.rank > 0, "lora_rank": saved.rank or None}
+        info: dict[str, Json] = {
+            "base_model": saved.base_model,
+            "is_lora": saved.rank > 0,
+            "lora_rank": saved.rank or None,
+        }
         return info | {"train_unembed": False, "train_mlp": True, "train_attn": True}
 
     async def _checkpoints(self, request: HttpRequest) -> Response:
@@ -190,7 +194,9 @@ class Routes:
         return JSONResponse({"checkpoints": found} if run else _page(request, "checkpoints", found))
 
     async def _runs(self, request: HttpRequest) -> Response:
-        return JSONResponse(_page(request, "training_runs", [self._run_of(run) for run in self._service.clients.training]))
+        return JSONResponse(
+            _page(request, "training_runs", [self._run_of(run) for run in self._service.clients.training])
+        )
 
     async def _run(self, request: HttpRequest) -> Response:
         run = request.path_params["run"]
@@ -225,7 +231,9 @@ class Routes:
         session = clients.sessions[session_id]
         return JSONResponse(
             {
-                "training_run_ids": [one.model_id for one in clients.training.values() if one.entry.session_id == session_id],
+                "training_run_ids": [
+                    one.model_id for one in clients.training.values() if one.entry.session_id == session_id
+                ],
                 "sampler_ids": [one.sampler_id for one in clients.sampling.values() if one.session_id == session_id],
                 "user_metadata": _texts(session.user_metadata),
                 "display_name": session.display_name,
@@ -281,8 +289,7 @@ def _page(request: HttpRequest, name: str, items: list[Any]) -> dict[str, Any]:
     return {name: shown, "cursor": {"offset": offset, "limit": limit, "total_count": len(items)}}
 
 
-async def _no_route(request: HttpRequest, error: HTTPException) -> Response:  # noqa: ARG001
+async def _no_route(request: HttpRequest, error: HTTPException) -> Response:
     """Return the error of a route that this service does not have, by name."""
     told = f"this service does not have {request.method} {request.url.path[:120]}."
     return JSONResponse({"error": {"message": told, "type": "not_found_error"}}, status_code=error.status_code)
-

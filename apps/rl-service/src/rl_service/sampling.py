@@ -1,6 +1,7 @@
 """Sampling from saved weights with one engine, which serves the weights of one client after the other."""
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -124,23 +125,29 @@ class Sampler:
         if not ids or not 0 <= min(ids) <= max(ids) < traits.vocab_size:
             raise RefusedError(f"prompt must have token ids from 0 to {traits.vocab_size - 1}.", param="prompt")
         if not 1 <= request.num_samples <= self._max_samples:
-            raise refused_field("num_samples", request.num_samples, f"from 1 to limits.max_samples = {self._max_samples}")
+            raise refused_field(
+                "num_samples", request.num_samples, f"from 1 to limits.max_samples = {self._max_samples}"
+            )
         for name in ("target_prompt_logprobs", "record_stability_info"):
             if getattr(request, name):
                 raise RefusedError(f"{name} is not supported by this service. Omit it.", param=name)
         if request.prompt_alt_tokens_k:
-            raise RefusedError("prompt_alt_tokens_k is not supported by this service. Omit it.", param="prompt_alt_tokens_k")
+            raise RefusedError(
+                "prompt_alt_tokens_k is not supported by this service. Omit it.", param="prompt_alt_tokens_k"
+            )
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
             if not 0 <= getattr(request, name) <= traits.max_top_k:
-                raise refused_field(name, getattr(request, name), f"from 0 to the engine's max_top_k = {traits.max_top_k}")
+                raise refused_field(
+                    name, getattr(request, name), f"from 0 to the engine's max_top_k = {traits.max_top_k}"
+                )
         room = traits.max_model_len - len(ids)
         most = request.sampling_params.max_tokens
         if most is None:
             most = room
         if room < 1 or not 1 <= most <= room:
             raise RefusedError(
-                f"prompt and max_tokens must have at most {traits.max_model_len} tokens together, and max_tokens at least "
-                f"1; found a prompt of {len(ids)} and max_tokens = {request.sampling_params.max_tokens}.",
+                f"prompt and max_tokens can be at most {traits.max_model_len} tokens together, and max_tokens "
+                f"at least 1; found a prompt of {len(ids)} and max_tokens = {request.sampling_params.max_tokens}.",
                 param="max_tokens",
             )
         sampling = self._sampling(request, most)
@@ -181,9 +188,10 @@ class Sampler:
             generations = await self._engine.generate(replace(asked, request_id=request_id))
             _check_served(generations, version)
             scores = await self._scores(request, asked, generations)
+        of_samples = scores[1:] or itertools.repeat(None)
         samples = [
             _sampled(generation, score, asked, top_k=request.topk_sample_logprobs)
-            for generation, score in zip(generations, scores[1:] or [None] * len(generations), strict=True)
+            for generation, score in zip(generations, of_samples, strict=False)
         ]
         if not request.prompt_logprobs and not request.topk_prompt_logprobs:
             return samples, None, None
@@ -196,7 +204,7 @@ class Sampler:
     async def _scores(
         self, request: Sample, asked: GenerateRequest, generations: Sequence[Generation]
     ) -> list[TokenScores]:
-        """Score the prompt, and the samples with it where that is needed: the engine's logprobs of greedy ones are 0."""
+        """Score the prompt, and with it the samples if needed; the engine gives greedy ones no logprobs."""
         scores_samples = _is_greedy(asked) or request.topk_sample_logprobs > 0
         top_k = max(request.topk_prompt_logprobs, request.topk_sample_logprobs)
         if not scores_samples and not request.prompt_logprobs and not top_k:
@@ -224,7 +232,9 @@ def _sampled(generation: Generation, scores: TokenScores | None, asked: Generate
     num_prompt = len(asked.input_ids)
     return Sampled(
         tokens=generation.token_ids,
-        logprobs=scores.token_logprobs[num_prompt:] if scores is not None and _is_greedy(asked) else generation.logprobs,
+        logprobs=scores.token_logprobs[num_prompt:]
+        if scores is not None and _is_greedy(asked)
+        else generation.logprobs,
         is_cut=generation.finish_reason == "length",
         top=None if scores is None else _top(scores, num_prompt, top_k),
     )

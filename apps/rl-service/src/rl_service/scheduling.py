@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rl_service.futures import Answer
 from rl_rollout.gateway.refusals import RefusedError
+from rl_service.futures import Answer
 from rl_service.settings import ClientLimits
 
 
@@ -44,8 +44,8 @@ class _Line:
 class Turns:
     """Waiting requests of all training clients.
 
-    A client's requests run in the order of `seq_id`, without gaps. Among clients whose next request has arrived, the one
-    that has been served the fewest tokens is next. A client that was idle gets no credit for that time.
+    A client's requests run in the order of `seq_id`, without gaps. Among clients whose next request has arrived, that
+    with the fewest served tokens is next. A client that was idle gets no credit for that time.
     """
 
     def __init__(self, limits: ClientLimits) -> None:

@@ -3,16 +3,15 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
 
 from rl_core.data import Json
 from rl_core.errors import CheckpointError, DataError, EngineDiedError, EngineError, RLError, SettingsError, ShapeError
-from rl_distill.options import AdamOptions
+from rl_distill import AdamOptions
 from rl_rollout.engines import GenerateRequest
 from rl_rollout.gateway.refusals import FaultLog, RefusedError, refused_field
 from rl_service.backend import BASE, Backends
@@ -28,6 +27,7 @@ from rl_service.requests import (
     FinishSession,
     Heartbeat,
     LoadWeights,
+    LoraConfig,
     OfModel,
     OptimizerConfig,
     OptimStep,
@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 Opened = dict[str, Json]
 OF_CLIENT = (RefusedError, SettingsError, ShapeError, DataError, CheckpointError)
 """Errors that a client's request caused."""
-NO_HEAD = "Adapters have no matrices in the unembedding layer: train_unembed has no effect."
+NO_HEAD = "Adapters have no matrices in the output layer: train_unembed has no effect."
 
 
 class TrainingService:
@@ -263,7 +263,9 @@ class TrainingService:
                 raise request.problem
             if request.num_tokens > self._limits.max_request_tokens:
                 most = self._limits.max_request_tokens
-                raise refused_field("data", f"{request.num_tokens} tokens", f"at most limits.max_request_tokens = {most}")
+                raise refused_field(
+                    "data", f"{request.num_tokens} tokens", f"at most limits.max_request_tokens = {most}"
+                )
             objective = objective_of(request)
             batch = batch_of(request, vocab_size=learner.vocab_size, max_tokens=learner.max_tokens)
             if request.forward_only:
@@ -277,7 +279,7 @@ class TrainingService:
                 client.broken = f"forward_backward {request.seq_id} failed: {error}"
             raise
         return Answer(
-            content=write_forward_backward(target_logprobs(batch, logprobs), {"loss:sum": loss}), media_type=PROTOBUF
+            content=write_forward_backward(target_logprobs(logprobs), {"loss:sum": loss}), media_type=PROTOBUF
         )
 
     def _optim_step(self, client: TrainingClient, request: OptimStep) -> Answer:
@@ -299,9 +301,7 @@ class TrainingService:
         )
         result = learner.optim_step(client.model_id, options)
         if not result.is_applied:
-            raise RefusedError(
-                "the step was not taken, because the loss or the gradient norm is not finite; the weights are unchanged."
-            )
+            raise RefusedError("the step was not taken, because the loss or the gradient norm is not finite.")
         self.clients.stepped(client, result.step)
         metrics: dict[str, Json] = {"step": result.step, "grad_norm": result.grad_norm}
         return Answer.of(metrics=metrics)
@@ -341,7 +341,9 @@ class TrainingService:
     def _load(self, client: TrainingClient, request: LoadWeights) -> Answer:
         saved = self.checkpoints.find(request.path)
         if saved.segment != "weights":
-            raise RefusedError(f"{request.path} has no state to train from; load one that save_state wrote.", param="path")
+            raise RefusedError(
+                f"{request.path} has no state to train from; load one that save_state wrote.", param="path"
+            )
         folder = self.checkpoints.folder_of(request.path)
         self._backends.learner.load(client.model_id, folder, with_optimizer=request.optimizer)
         client.broken = None
@@ -427,7 +429,9 @@ class TrainingService:
 
     def _lost(self, client: TrainingClient) -> RefusedError:
         saved = self.checkpoints.newest(client.model_id)
-        where = "It saved no state." if saved is None else f"Its last saved state is {saved.path}, of step {saved.step}."
+        where = (
+            "It saved no state." if saved is None else f"Its last saved state is {saved.path}, of step {saved.step}."
+        )
         return RefusedError(
             f"the weights of training client {client.model_id} are no longer in memory: {client.lost}. {where}"
         )
@@ -466,12 +470,12 @@ class TrainingService:
     def _sampler_weights(self, path: str) -> Saved:
         saved = self.checkpoints.find(path)
         if saved.segment != "sampler_weights":
-            raise RefusedError(f"{path} is not for sampling; use one that save_weights_for_sampler wrote.", param="path")
+            raise RefusedError(
+                f"{path} is not for sampling; use one that save_weights_for_sampler wrote.", param="path"
+            )
         return saved
 
-    def _adapter_of(self, saved: Saved) -> Any:
-        from rl_service.requests import LoraConfig
-
+    def _adapter_of(self, saved: Saved) -> LoraConfig:
         return LoraConfig(rank=saved.rank)
 
     def _check_new(self, base_model: str, optimizer: OptimizerConfig) -> None:
