@@ -1,9 +1,12 @@
 """Losses of the API as objectives of the learner, and the rows that they need."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rl_core import Batch, Ragged, RowKey
 from rl_core.data import Column, FloatArray, IntArray
@@ -11,7 +14,48 @@ from rl_core.registry import unknown_name
 from rl_distill.learner import MicroBatch, Objective
 from rl_distill.objectives import supervised_objective
 from rl_rollout.gateway.refusals import RefusedError, refused_field
-from rl_service.wire import Datum, ForwardBackward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """A row of training data.
+
+    Attributes:
+        tokens: [N] int32 input tokens.
+        inputs: The loss's inputs by name, with one value for each token.
+    """
+
+    tokens: IntArray
+    inputs: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackward:
+    """A request to compute a loss, and its gradients.
+
+    Attributes:
+        model_id: The training client.
+        seq_id: Position in its order.
+        loss: Name of the loss.
+        options: Options of the loss.
+        data: The rows.
+        forward_only: Compute no gradients.
+        problem: Why the request cannot run; it still takes its place in the client's order.
+    """
+
+    model_id: str
+    seq_id: int
+    loss: str
+    options: Mapping[str, float | str]
+    data: Sequence[Datum]
+    forward_only: bool
+    problem: RefusedError | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of input tokens."""
+        return sum(len(datum.tokens) for datum in self.data)
+
 
 COLUMNS: Mapping[str, str] = {"weights": "loss_weights", "advantages": "advantages", "logprobs": "rollout_logprobs"}
 """The learner's column for each input of a loss."""

@@ -15,7 +15,23 @@ from rl_core.weights import TokenScores
 from rl_rollout.engines import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_service.requests import Sample
-from rl_service.wire import Sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """A sampled sequence.
+
+    Attributes:
+        tokens: [R] int32.
+        logprobs: [R] float32.
+        is_cut: Whether the maximum number of tokens ended it.
+        top: Most probable tokens and their logprobs, [R, K] each; None if nobody asked.
+    """
+
+    tokens: IntArray
+    logprobs: FloatArray
+    is_cut: bool
+    top: tuple[IntArray, FloatArray] | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ from rl_service.backend import BASE, Backends
 from rl_service.checkpoints import Checkpoints, Saved, Segment, expiry, weights_path
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id, training_id
 from rl_service.futures import Answer, Futures
-from rl_service.losses import batch_of, loss_of, objective_of, target_logprobs
+from rl_service.losses import ForwardBackward, batch_of, loss_of, objective_of, target_logprobs
 from rl_service.requests import (
     CancelFuture,
     CreateModel,
@@ -39,7 +39,7 @@ from rl_service.requests import (
 from rl_service.sampling import EngineTurns, Sampler
 from rl_service.scheduling import Turns, Work
 from rl_service.settings import ServiceSettings
-from rl_service.wire import PROTOBUF, ForwardBackward, write_forward_backward, write_samples
+from rl_service.wire import PROTOBUF, write_forward_backward, write_samples
 
 log = structlog.get_logger(__name__)
 Opened = dict[str, Json]

@@ -4,7 +4,6 @@ Facts about the messages come from tinker 0.38 (Apache-2.0).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ from numpy.typing import NDArray
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import MissingExtraError
 from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_service.losses import Datum, ForwardBackward
+from rl_service.sampling import Sampled
 
 try:
     import zstandard
@@ -25,64 +26,6 @@ except ImportError as error:
 
 PROTOBUF = "application/x-protobuf"
 _DTYPES: Mapping[int, str] = {messages.DTYPE_FLOAT32: "<f4", messages.DTYPE_INT64: "<i8", messages.DTYPE_INT32: "<i4"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Datum:
-    """A row of training data.
-
-    Attributes:
-        tokens: [N] int32 input tokens.
-        inputs: The loss's inputs by name, with one value for each token.
-    """
-
-    tokens: IntArray
-    inputs: Mapping[str, NDArray[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBackward:
-    """A request to compute a loss, and its gradients.
-
-    Attributes:
-        model_id: The training client.
-        seq_id: Position in its order.
-        loss: Name of the loss.
-        options: Options of the loss.
-        data: The rows.
-        forward_only: Compute no gradients.
-        problem: Why the request cannot run; it still takes its place in the client's order.
-    """
-
-    model_id: str
-    seq_id: int
-    loss: str
-    options: Mapping[str, float | str]
-    data: Sequence[Datum]
-    forward_only: bool
-    problem: RefusedError | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of input tokens."""
-        return sum(len(datum.tokens) for datum in self.data)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """A sampled sequence.
-
-    Attributes:
-        tokens: [R] int32.
-        logprobs: [R] float32.
-        is_cut: Whether the maximum number of tokens ended it.
-        top: Most probable tokens and their logprobs, [R, K] each; None if nobody asked.
-    """
-
-    tokens: IntArray
-    logprobs: FloatArray
-    is_cut: bool
-    top: tuple[IntArray, FloatArray] | None = None
 
 
 def decompressed(body: bytes, encoding: str, *, max_bytes: int) -> bytes:
