@@ -57,7 +57,7 @@ class CreateModel(Request):
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig(type="adamw")
+    optimizer_config: OptimizerConfig = msgspec.field(default_factory=OptimizerConfig)
 
 
 class OfModel(Request):

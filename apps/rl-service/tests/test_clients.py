@@ -1,0 +1,40 @@
+"""Sessions and clients survive the server, and it says what was lost."""
+
+import pytest
+
+from rl_core.errors import DataError
+from rl_rollout.gateway.refusals import RefusedError
+from rl_service.clients import Clients, Sampling
+
+
+def test_a_restarted_server_knows_its_clients_and_what_they_lost(tmp_path):
+    clients = Clients(tmp_path)
+    session = clients.open_session(user_metadata={"a": 1}, display_name="run")
+    trains = clients.open_training(session.session_id, 0, base_model="m", rank=4, user_metadata=None)
+    clients.stepped(trains, 7)
+    sampling = Sampling(sampler_id=f"{session.session_id}:sample:0", session_id=session.session_id, base_model="m")
+    assert clients.open_sampling(sampling) is clients.open_sampling(sampling)
+    with (tmp_path / "clients.jsonl").open("ab") as journal:
+        journal.write(b'{"type": "Pro')  # the server was killed here
+    again = Clients(tmp_path)
+    assert again.live_session(session.session_id) == session
+    lost = again.trains(f"{session.session_id}:train:0")
+    assert (lost.step, lost.lost) == (7, "the server was restarted after its step 7")
+    assert again.sampling == {sampling.sampler_id: sampling}
+    again.end(session.session_id, "its client finished it")
+    with pytest.raises(RefusedError, match="is not open: its client finished it"):
+        Clients(tmp_path).live_session(session.session_id)
+
+
+def test_a_damaged_journal_is_refused(tmp_path):
+    (tmp_path / "clients.jsonl").write_text('{"type": "Session"}\n')
+    with pytest.raises(DataError, match="line 1 is damaged"):
+        Clients(tmp_path)
+
+
+def test_unknown_clients_are_refused_by_name(tmp_path):
+    clients = Clients(tmp_path)
+    with pytest.raises(RefusedError, match="session x is not open: it is not known here"):
+        clients.live_session("x")
+    with pytest.raises(RefusedError, match="no training client 'x'"):
+        clients.trains("x")

@@ -1,0 +1,51 @@
+"""Results are kept until clients have them, within bounds."""
+
+import asyncio
+
+import pytest
+
+from rl_service.futures import Answer, Futures
+
+
+def test_a_result_can_be_fetched_again_after_a_lost_response():
+    async def run():
+        futures = Futures(kept_s=60.0, kept_bytes=1000)
+        futures.open("a")
+        assert await futures.wait("a", timeout_s=0.0) is None
+        waiting = asyncio.ensure_future(futures.wait("a", timeout_s=60.0))
+        await asyncio.sleep(0)
+        futures.settle("a", Answer.of(path="p"))
+        assert await waiting == await futures.wait("a", timeout_s=0.0) == Answer(content=b'{"path":"p"}')
+        with pytest.raises(KeyError):
+            await futures.wait("b", timeout_s=0.0)
+
+    asyncio.run(run())
+
+
+def test_results_that_were_fetched_go_first_when_there_are_too_many():
+    async def run():
+        futures = Futures(kept_s=60.0, kept_bytes=25)
+        for name in ("a", "b"):
+            futures.open(name)
+            futures.settle(name, Answer(content=b"0123456789"))
+        await futures.wait("b", timeout_s=0.0)
+        futures.open("c")
+        futures.settle("c", Answer(content=b"0123456789"))
+        assert [futures.knows(name) for name in "abc"] == [True, False, True]
+        assert futures.counts() == {"open": 0, "kept": 2, "kept_bytes": 20}
+
+    asyncio.run(run())
+
+
+def test_fetched_results_are_dropped_after_a_time():
+    async def run():
+        futures = Futures(kept_s=0.0, kept_bytes=1000)
+        for name in ("a", "b"):
+            futures.open(name)
+            futures.settle(name, Answer.failed("it failed", "user"))
+        await futures.wait("a", timeout_s=0.0)
+        await asyncio.sleep(0.001)
+        futures.sweep()
+        assert [futures.knows(name) for name in "ab"] == [False, True]
+
+    asyncio.run(run())

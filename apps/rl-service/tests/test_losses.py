@@ -1,0 +1,62 @@
+"""Rows of the API become rows of the learner, or are refused by name."""
+
+import numpy as np
+import pytest
+
+from rl_core import Ragged
+from rl_rollout.gateway.refusals import RefusedError
+from rl_service.losses import Datum, ForwardBackward, batch_of, loss_of, objective_of, target_logprobs
+
+
+def request(*data, loss="cross_entropy", **options):
+    return ForwardBackward(model_id="m", seq_id=1, loss=loss, options=options, data=data, forward_only=True)
+
+
+def datum(tokens, targets=None, **inputs):
+    targets = [*tokens[1:], 9] if targets is None else targets
+    arrays = {name: np.asarray(values, np.float32) for name, values in inputs.items()}
+    return Datum(tokens=np.asarray(tokens, np.int32), inputs={"target_tokens": np.asarray(targets), **arrays})
+
+
+def made(*data):
+    return batch_of(request(*data), vocab_size=10, max_tokens=6)
+
+
+def test_a_row_has_its_last_target_and_weights_at_its_targets():
+    batch = made(datum([1, 2, 3], weights=[0, 0.5, 2]), datum([4]))
+    assert [row.tolist() for row in batch.ragged("input_ids")] == [[1, 2, 3, 9], [4, 9]]
+    assert [row.tolist() for row in batch.ragged("loss_mask")] == [[False, True, True, True], [False, True]]
+    assert [row.tolist() for row in batch.ragged("loss_weights")] == [[0, 0, 0.5, 2], [0, 1]]
+
+
+def test_the_loss_is_a_sum_over_weighted_targets():
+    batch = made(datum([1, 2, 3], weights=[0, 0.5, 2]), datum([4]))
+    logprobs = Ragged(np.asarray([0, -1, -2, -3, 0, -4], np.float32), batch.ragged("input_ids").offsets)
+    assert loss_of(objective_of(request()), batch, logprobs) == pytest.approx(0.5 * 2 + 2 * 3 + 4)
+    assert [row.tolist() for row in target_logprobs(logprobs)] == [[-1, -2, -3], [-4]]
+
+
+REFUSED = [
+    ([], "data must have at least one datum"),
+    ([datum([])], r"data\[0\].model_input must have at least one token"),
+    ([datum([1, 2], [3, 4])], r"data\[0\].target_tokens must be the token after each of the 2 .* found other tokens"),
+    ([datum([1]), datum([1, 2], [[2], [3]])], r"data\[1\].target_tokens must be .* found shape \[2, 1\]"),
+    ([datum([1, 2], weights=[1])], r"data\[0\].weights must be 2 finite numbers; found 'shape \[1\]'"),
+    ([datum([1], weights=[np.nan])], r"data\[0\].weights must be 1 finite numbers"),
+    ([datum([1], advantage=[1])], r"data\[0\]: unknown input 'advantage'"),
+    ([datum([11])], r"data\[0\] must have at most 6 tokens with ids from 0 to 9"),
+    ([datum([1] * 6, [1] * 5 + [2])], r"data\[0\] must have at most 6 tokens .* found 7 tokens"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), REFUSED)
+def test_rows_that_cannot_train_are_refused_by_name(data, message):
+    with pytest.raises(RefusedError, match=message):
+        made(*data)
+
+
+def test_unknown_losses_and_options_are_refused_by_name():
+    with pytest.raises(RefusedError, match="unknown loss 'cross_entopy'"):
+        objective_of(request(loss="cross_entopy"))
+    with pytest.raises(RefusedError, match="loss_fn_config must be empty for cross_entropy"):
+        objective_of(request(beta=1.0))
