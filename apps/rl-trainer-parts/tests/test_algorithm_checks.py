@@ -56,8 +56,6 @@ def test_advantages(name: str) -> None:
     ("name", "value", "hint"),
     [
         ("algorithm.policy_loss", "vanilla", "Did you mean 'ppo_clip', verl's 'vanilla'?"),
-        ("algorithm.policy_loss", "dro", "verl's 'dro' is missing here."),
-        ("algorithm.aggregation", "token-sum", "verl's 'token-sum' is missing here."),
         ("algorithm.advantage", "optimal_token_baseline", "verl's 'optimal_token_baseline' is missing here."),
         ("algorithm.kl_estimator", "low_var_kl", "Did you mean 'k3', verl's 'low_var_kl'?"),
         ("dynamic_sampling.filter", "true", "Did you mean 'reward_spread', verl's 'true'?"),

@@ -18,6 +18,7 @@ OFFSETS = torch.tensor([0, 3, 5, 6])
     ("mode", "horizon", "expected"),
     [
         ("token-mean", None, [0, 1 / 3, 1 / 3, 0, 0, 1 / 3]),
+        ("token-sum", None, [0, 1, 1, 0, 0, 1]),
         ("seq-mean-token-sum", None, [0, 1 / 2, 1 / 2, 0, 0, 1 / 2]),
         ("seq-mean-token-sum-norm", 8, [0, 1 / 16, 1 / 16, 0, 0, 1 / 16]),
         ("seq-mean-token-mean", None, [0, 1 / 4, 1 / 4, 0, 0, 1 / 2]),
@@ -68,6 +69,7 @@ def test_means_sum_to_one_and_sums_to_the_mean_length(rows):
     expected = {
         "token-mean": float(bool(trained)),
         "seq-mean-token-mean": float(bool(trained)),
+        "token-sum": float(sum(trained)),
         "seq-mean-token-sum": mean_length,
         "seq-mean-token-sum-norm": mean_length / 16,
     }

@@ -147,6 +147,7 @@ def by_hand(name, losses, mask):
     rows = (losses * mask).sum(-1)
     return {
         "token-mean": rows.sum() / mask.sum(),
+        "token-sum": rows.sum(),
         "seq-mean-token-sum": rows.mean(),
         "seq-mean-token-mean": (rows / mask.sum(-1)).mean(),
         "seq-mean-token-sum-norm": (rows / 4).mean(),

@@ -24,7 +24,7 @@ def test_names():
         *("remax", "opo", "gpg", "grpo_passk", "gdpo"),
     }
     assert set(POLICY_LOSSES.names()) >= {
-        *("ppo_clip", "gspo", "sapo", "gpg", "geo_mean", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"),
+        *("ppo_clip", "gspo", "sapo", "gpg", "geo_mean", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"),
     }
     assert KL_ESTIMATORS.names() == ["abs", "abs+", "k1", "k1+", "k2", "k3", "k3+"]
     assert AGGREGATIONS.names() == [
@@ -32,6 +32,7 @@ def test_names():
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",
         "token-mean",
+        "token-sum",
     ]
     assert SESSION_RULES.names() == ["each", "last", "last_only", "mean"]
     assert REJECTION_CRITERIA.names() == [

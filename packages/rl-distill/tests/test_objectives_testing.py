@@ -222,7 +222,10 @@ def test_good_losses_pass(seed):
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_every_built_in_policy_loss_passes(name, seed):
     check_policy_loss(
-        POLICY_LOSSES.get(name), has_stop_gradient=name in STOP_GRADIENT, is_regularized=name == "kl_cov", seed=seed
+        POLICY_LOSSES.get(name),
+        has_stop_gradient=name in STOP_GRADIENT,
+        is_regularized=name in ("kl_cov", "dro"),
+        seed=seed,
     )
 
 

@@ -216,14 +216,14 @@ class AlgorithmSettings:
             = 1.0}} for gdpo, where the names are components of the reward.
         session_rule: How a session with several trajectories is credited: "last" (all get the advantage of the last
             one), "last_only" (only the last one trains), "mean", or "each" (every trajectory has its own advantage).
-        policy_loss: "ppo_clip", "gspo", "geo_mean" (GMPO), "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "clip_cov",
-            "kl_cov", or the name of a loss that another package installs.
+        policy_loss: "ppo_clip", "gspo", "geo_mean" (GMPO), "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "dro",
+            "clip_cov", "kl_cov", or the name of a loss that another package installs.
         policy_loss_options: Further options of the policy loss, such as {dual_clip = inf}, which disables ppo_clip's
             dual clip.
         clip_low: Lower clip range; none uses the loss's default (ppo_clip: 0.2, so ratios below 1 - 0.2 are clipped).
         clip_high: Upper clip range; none uses the loss's default (ppo_clip: 0.2, so ratios above 1 + 0.2 are clipped).
         aggregation: How token losses are averaged over the whole batch: "token-mean", "seq-mean-token-sum",
-            "seq-mean-token-sum-norm" or "seq-mean-token-mean".
+            "seq-mean-token-sum-norm" or "seq-mean-token-mean"; or summed: "token-sum".
         kl_in: Where the KL to the frozen initial policy is applied: in the "loss", or as a penalty in the "reward".
         kl_coefficient: Weight of that KL; 0 loads no reference model.
         kl_estimator: "k1", "k2", "k3" or "abs". In the loss also "k1+", "k3+" and "abs+", which combine their value

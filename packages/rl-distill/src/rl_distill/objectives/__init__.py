@@ -43,6 +43,7 @@ from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, policy_los
 from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
 from rl_distill.objectives.rewarded_rows import SESSION_RULES, RewardedRows, SessionCredit, SessionRows
 from rl_distill.objectives.teacher_tokens import TeacherTokens
+from rl_distill.objectives.tinker import TINKER_LOSSES, tinker_objective
 from rl_distill.objectives.value import ValueObjective
 from rl_distill.objectives.vocabulary import VocabularyPart
 
@@ -53,6 +54,7 @@ __all__ = [
     "POLICY_LOSSES",
     "REJECTION_CRITERIA",
     "SESSION_RULES",
+    "TINKER_LOSSES",
     "AdaptiveKL",
     "DistillationObjective",
     "DistillationObjectiveOptions",
@@ -85,6 +87,7 @@ __all__ = [
     "selects_with",
     "spread_rows",
     "supervised_objective",
+    "tinker_objective",
     "try_advantage",
     "with_advantages",
     "with_correction_weights",

@@ -33,6 +33,11 @@ def token_mean(token_counts: Tensor, _horizon: int | None) -> Tensor:
     return torch.ones_like(token_counts) / token_counts.sum().clamp(min=1)
 
 
+def token_sum(token_counts: Tensor, _horizon: int | None) -> Tensor:
+    """Sum over all trained tokens of the global batch."""
+    return torch.ones_like(token_counts)
+
+
 def seq_mean_token_sum(token_counts: Tensor, _horizon: int | None) -> Tensor:
     """Sum over each trajectory, mean over trajectories."""
     return torch.ones_like(token_counts) / (token_counts > 0).sum().clamp(min=1)
@@ -61,6 +66,7 @@ AGGREGATIONS: Registry[RowWeights] = Registry(
     "aggregation",
     {
         "token-mean": token_mean,
+        "token-sum": token_sum,
         "seq-mean-token-sum": seq_mean_token_sum,
         "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
         "seq-mean-token-mean": seq_mean_token_mean,
@@ -81,8 +87,8 @@ def token_weights(loss_mask: Tensor, offsets: Tensor, *, row_weights: RowWeights
 
     Returns:
         [T] float32 weights, 0 where masked. Trajectories without a trained token are ignored. The weights sum to 1 for
-        token-mean and seq-mean-token-mean, to the mean number of trained tokens for seq-mean-token-sum, and to this
-        number divided by `horizon` for seq-mean-token-sum-norm.
+        token-mean and seq-mean-token-mean, and to the number of trained tokens for token-sum. For seq-mean-token-sum
+        they sum to the mean number of trained tokens, which seq-mean-token-sum-norm divides by `horizon`.
 
     Raises:
         ShapeError: loss_mask is not [T] bool, or the offsets do not match it.

@@ -2,11 +2,13 @@
 
 GSPO and GMPO use the geometric mean of the tokens' ratios, which does not grow with length. Their papers, and SAPO's,
 weight all trajectories equally: aggregate with seq-mean-token-mean. GPG, CISPO and DPPO have the gradient of the
-logprob, times a weight without gradient; their value is not a surrogate of the reward.
+logprob, times a weight without gradient; their value is not a surrogate of the reward. DRO replaces the ratio by a
+penalty.
 
 Source: GSPO, Zheng et al. 2025, arXiv:2507.18071, section 4.3 (its token form); GMPO, Zhao et al. 2025,
 arXiv:2507.20673; SAPO, Gao et al. 2025, arXiv:2511.20347, equations 3 to 6; GPG, Chu et al. 2025, arXiv:2504.02546;
-CISPO, MiniMax 2025, arXiv:2506.13585, section 3.1; DPPO, 2026, arXiv:2602.04879.
+CISPO, MiniMax 2025, arXiv:2506.13585, section 3.1; DPPO, 2026, arXiv:2602.04879; DRO, Richemond et al. 2024,
+arXiv:2405.19107, in the token form of Kimi k1.5, arXiv:2501.12599.
 """
 
 from typing import Annotated
@@ -15,7 +17,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from rl_core.record_fields import PositiveFloat, converts_arguments
+from rl_core.record_fields import NonNegativeFloat, PositiveFloat, converts_arguments
 from rl_distill.objectives.policy_loss import ClipHigh, ClipLow, PolicyTokens, TokenLosses, clipped_surrogate
 from rl_distill.objectives.ragged import row_means, spread_rows
 
@@ -34,7 +36,7 @@ def gspo(tokens: PolicyTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh 
     A token's gradient is that of its own logprob times the response's ratio, so advantages may differ between tokens.
 
     Args:
-        tokens: Packed tokens.
+        tokens: Packed tokens. The ratio is that of `selection`, or of all trained tokens without a selection.
         clip_low: Ratios below 1 - clip_low get no gradient where the advantage is negative.
         clip_high: Ratios above 1 + clip_high get no gradient where the advantage is positive.
 
@@ -45,7 +47,8 @@ def gspo(tokens: PolicyTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh 
         SettingsError: clip_low outside [0, 1), or clip_high below 0.
     """
     log_ratio = tokens.policy_logprobs - tokens.old_logprobs
-    of_sequence = _sequence_means(log_ratio.detach(), tokens)
+    of_ratio = tokens.loss_mask if tokens.selection is None else tokens.selection
+    of_sequence = _sequence_means(log_ratio.detach(), tokens, of_ratio)
     own_gradient = tokens.policy_logprobs - tokens.policy_logprobs.detach()
     ratio = (own_gradient + of_sequence).clamp(max=LOG_SEQUENCE_RATIO_BOUND).exp()
     losses, was_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
@@ -75,10 +78,10 @@ def geo_mean(tokens: PolicyTokens, *, clip_low: LogRatioBound = 0.4, clip_high: 
     sign = advantages.sign()
     # Pessimistic like PPO's clip: take the one of the two with the smaller gain.
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * held)
-    ratio = _sequence_means(pessimistic, tokens).exp()
+    ratio = _sequence_means(pessimistic, tokens, tokens.loss_mask).exp()
     was_clipped = log_ratio.detach() != held.detach()
     return TokenLosses(
-        losses=-_sequence_means(advantages, tokens) * ratio,
+        losses=-_sequence_means(advantages, tokens, tokens.loss_mask) * ratio,
         diagnostics={
             "actor/pg_clipfrac": (was_clipped & (advantages > 0)).to(ratio.dtype),
             "actor/pg_clipfrac_lower": (was_clipped & (advantages < 0)).to(ratio.dtype),
@@ -87,9 +90,9 @@ def geo_mean(tokens: PolicyTokens, *, clip_low: LogRatioBound = 0.4, clip_high: 
     )
 
 
-def _sequence_means(values: Tensor, tokens: PolicyTokens) -> Tensor:
-    """Return [T] mean over the trained tokens of each token's response."""
-    means = row_means(values, tokens.loss_mask, tokens.offsets)
+def _sequence_means(values: Tensor, tokens: PolicyTokens, mask: Tensor) -> Tensor:
+    """Return [T] mean over the tokens in the mask of each token's response."""
+    means = row_means(values, mask, tokens.offsets)
     return spread_rows(means, tokens.offsets, num_tokens=tokens.num_tokens)
 
 
@@ -167,6 +170,25 @@ def cispo(
         losses=-tokens.advantages * weight * tokens.policy_logprobs,
         diagnostics={"actor/pg_clipfrac": (ratio != weight).to(ratio.dtype), "actor/ppo_kl": -log_ratio},
     )
+
+
+@converts_arguments
+def dro(tokens: PolicyTokens, *, beta: NonNegativeFloat = 0.05) -> TokenLosses:
+    """Direct reward optimization: plain policy gradient with a quadratic penalty, also for old or foreign samples.
+
+    Args:
+        tokens: Packed tokens, with advantages over a soft value (the paper's), not over the mean reward.
+        beta: Weight of half the squared log ratio.
+
+    Returns:
+        Losses and `actor/ppo_kl`.
+
+    Raises:
+        SettingsError: beta is below 0.
+    """
+    log_ratio = tokens.policy_logprobs - tokens.old_logprobs
+    losses = 0.5 * beta * log_ratio.square() - tokens.advantages * tokens.policy_logprobs
+    return TokenLosses(losses=losses, diagnostics={"actor/ppo_kl": -log_ratio.detach()})
 
 
 @converts_arguments

@@ -26,7 +26,7 @@ from rl_distill.objectives.batch_advantages import (
 )
 from rl_distill.objectives.covariance_policy_loss import TokenSelection, clip_cov, kl_cov, selection_of
 from rl_distill.objectives.policy_loss import PolicyLoss, PolicyTokens, ppo_clip
-from rl_distill.objectives.policy_losses import cispo, dppo_kl, dppo_tv, geo_mean, gspo, sapo
+from rl_distill.objectives.policy_losses import cispo, dppo_kl, dppo_tv, dro, geo_mean, gspo, sapo
 from rl_distill.objectives.policy_losses import gpg as gpg_loss
 from rl_distill.objectives.rewarded_rows import AdvantageEstimator, RewardedRows
 
@@ -62,6 +62,7 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry(
         "kl_cov": kl_cov,
         "dppo_tv": dppo_tv,
         "dppo_kl": dppo_kl,
+        "dro": dro,
     },
     group="rl_distill.policy_losses",
 )
