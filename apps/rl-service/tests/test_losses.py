@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from rl_core import Ragged
+from rl_distill.objectives import supervised_objective, tinker_objective
 from rl_rollout.gateway.refusals import RefusedError
-from rl_service.losses import Datum, ForwardBackward, batch_of, loss_of, objective_of, target_logprobs
+from rl_service.losses import Datum, ForwardBackward, batch_of, loss_of, target_logprobs
 
 
 def request(*data, loss="cross_entropy", **options):
@@ -32,7 +33,7 @@ def test_a_row_has_its_last_target_and_weights_at_its_targets():
 def test_the_loss_is_a_sum_over_weighted_targets():
     batch = made(datum([1, 2, 3], weights=[0, 0.5, 2]), datum([4]))
     logprobs = Ragged(np.asarray([0, -1, -2, -3, 0, -4], np.float32), batch.ragged("input_ids").offsets)
-    assert loss_of(objective_of(request()), batch, logprobs) == pytest.approx(0.5 * 2 + 2 * 3 + 4)
+    assert loss_of(supervised_objective, batch, logprobs) == pytest.approx(0.5 * 2 + 2 * 3 + 4)
     assert [row.tolist() for row in target_logprobs(logprobs)] == [[-1, -2, -3], [-4]]
 
 
@@ -55,8 +56,14 @@ def test_rows_that_cannot_train_are_refused_by_name(data, message):
         made(*data)
 
 
-def test_unknown_losses_and_options_are_refused_by_name():
-    with pytest.raises(RefusedError, match="unknown loss 'cross_entopy'"):
-        objective_of(request(loss="cross_entopy"))
-    with pytest.raises(RefusedError, match="loss_fn_config must be empty for cross_entropy"):
-        objective_of(request(beta=1.0))
+def test_policy_losses_need_logprobs_and_advantages():
+    data = datum([1, 2], logprobs=[0, -1], advantages=[0, 2])
+    batch = batch_of(request(data, loss="gspo"), vocab_size=10, max_tokens=6)
+    names = ("rollout_logprobs", "advantages", "loss_weights", "token_selection")
+    assert [batch.ragged(name).values.tolist() for name in names] == [[0, 0, -1], [0, 0, 2], [0, 1, 1], [0, 1, 1]]
+    objective = tinker_objective("importance_sampling")
+    logprobs = Ragged(np.asarray([0, -3, -1], np.float32), batch.ragged("input_ids").offsets)
+    batch = batch_of(request(data, loss="importance_sampling"), vocab_size=10, max_tokens=6)
+    assert loss_of(objective, batch, logprobs) == pytest.approx(-2.0)
+    with pytest.raises(RefusedError, match=r"data\[0\].advantages must be 2 finite numbers; found 'shape None'"):
+        batch_of(request(datum([1, 2], logprobs=[0, -1]), loss="ppo"), vocab_size=10, max_tokens=6)

@@ -12,7 +12,6 @@ from rl_core import Batch, Ragged, RowKey
 from rl_core.data import Column, FloatArray, IntArray
 from rl_core.registry import unknown_name
 from rl_distill.learner import MicroBatch, Objective
-from rl_distill.objectives import supervised_objective
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 
 
@@ -57,23 +56,14 @@ class ForwardBackward:
         return sum(len(datum.tokens) for datum in self.data)
 
 
-COLUMNS: Mapping[str, str] = {"weights": "loss_weights", "advantages": "advantages", "logprobs": "rollout_logprobs"}
-"""The learner's column for each input of a loss."""
-LOSSES: Mapping[str, tuple[Objective, tuple[str, ...]]] = {"cross_entropy": (supervised_objective, ("weights",))}
-"""The objective of each loss, and its inputs besides `target_tokens`."""
-
-
-def objective_of(request: ForwardBackward) -> Objective:
-    """Return the objective of a request.
-
-    Raises:
-        RefusedError: The service has no such loss, or the loss has no such option.
-    """
-    if request.loss not in LOSSES:
-        raise RefusedError(unknown_name("loss", request.loss[:80], LOSSES), param="loss_fn")
-    if request.options:
-        raise refused_field("loss_fn_config", dict(request.options), f"empty for {request.loss}")
-    return LOSSES[request.loss][0]
+POLICY_INPUTS = {"logprobs": "rollout_logprobs", "advantages": "advantages"}
+INPUTS: Mapping[str, Mapping[str, str]] = {
+    "cross_entropy": {"weights": "loss_weights"},
+    "gspo": {**POLICY_INPUTS, "sequence_ratio_mask": "token_selection"},
+}
+"""The learner's column for each input of a loss, besides `target_tokens`; those of other losses are POLICY_INPUTS."""
+OPTIONAL = ("weights", "sequence_ratio_mask")
+"""Inputs that are 1 at each token if the client sends none."""
 
 
 def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> Batch:
@@ -89,8 +79,8 @@ def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> B
     """
     if not request.data:
         raise RefusedError("data must have at least one datum.", param="data")
-    _, names = LOSSES[request.loss]
-    rows = [_row(datum, names, f"data[{index}]") for index, datum in enumerate(request.data)]
+    names = INPUTS.get(request.loss, POLICY_INPUTS)
+    rows = [_row(datum, [*names], f"data[{index}]") for index, datum in enumerate(request.data)]
     for index, (row, _) in enumerate(rows):
         if len(row) > max_tokens or not 0 <= int(row.min()) <= int(row.max()) < vocab_size:
             raise RefusedError(
@@ -102,7 +92,8 @@ def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> B
     mask[ids.offsets[:-1]] = False
     columns: dict[str, Column] = {"input_ids": ids, "loss_mask": Ragged(mask, ids.offsets)}
     columns |= {
-        COLUMNS[name]: Ragged(np.concatenate([inputs[name] for _, inputs in rows]), ids.offsets) for name in names
+        column: Ragged(np.concatenate([inputs[name] for _, inputs in rows]), ids.offsets)
+        for name, column in names.items()
     }
     if "loss_weights" not in columns:
         columns["loss_weights"] = Ragged(mask.astype(np.float32), ids.offsets)
@@ -128,7 +119,7 @@ def _row(datum: Datum, names: Sequence[str], where: str) -> tuple[IntArray, dict
     inputs: dict[str, FloatArray] = {}
     for name in names:
         values = datum.inputs.get(name)
-        if values is None and name == "weights":
+        if values is None and name in OPTIONAL:
             values = np.ones(len(tokens), dtype=np.float32)
         if values is None or values.shape != tokens.shape or not np.isfinite(values).all():
             found = None if values is None else list(values.shape)

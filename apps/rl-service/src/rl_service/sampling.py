@@ -43,8 +43,8 @@ class _Waiter:
 class EngineTurns:
     """Lets requests use an engine with their own weights.
 
-    Requests of the same weights run together. Requests of others wait until those have finished; from then on, no
-    further requests of the served weights overtake them.
+    Requests that wait for the same weights run together. Requests of others wait until those have finished; requests
+    of the served weights that come later do not overtake them.
     """
 
     def __init__(self, serve: Callable[[str], Awaitable[int]]) -> None:

@@ -12,13 +12,14 @@ import structlog
 from rl_core.data import Json
 from rl_core.errors import CheckpointError, DataError, EngineDiedError, EngineError, RLError, SettingsError, ShapeError
 from rl_distill import AdamOptions
+from rl_distill.objectives import tinker_objective
 from rl_rollout.engines import GenerateRequest
 from rl_rollout.gateway.refusals import FaultLog, RefusedError, refused_field
 from rl_service.backend import BASE, Backends
 from rl_service.checkpoints import Checkpoints, Saved, Segment, expiry, weights_path
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id, training_id
 from rl_service.futures import Answer, Futures
-from rl_service.losses import ForwardBackward, batch_of, loss_of, objective_of, target_logprobs
+from rl_service.losses import ForwardBackward, batch_of, loss_of, target_logprobs
 from rl_service.requests import (
     CancelFuture,
     CreateModel,
@@ -266,7 +267,7 @@ class TrainingService:
                 raise refused_field(
                     "data", f"{request.num_tokens} tokens", f"at most limits.max_request_tokens = {most}"
                 )
-            objective = objective_of(request)
+            objective = tinker_objective(request.loss, request.options)
             batch = batch_of(request, vocab_size=learner.vocab_size, max_tokens=learner.max_tokens)
             if request.forward_only:
                 logprobs = learner.logprobs(client.model_id, batch)
