@@ -4,8 +4,8 @@ import asyncio
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -74,6 +74,23 @@ async def serve(settings: "ServiceSettings") -> None:
     Raises:
         RLError: The service cannot be started; the message says what to do.
     """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)  # type: ignore[union-attr]  # a coroutine runs in a task
+    with suppress(asyncio.CancelledError):
+        async with running(settings) as url:
+            say(f"Serving {settings.policy.all_names[0]} at {url}.")
+            say(f"  TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {settings.server.own_key_file}) python ...")
+            await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def running(settings: "ServiceSettings") -> AsyncIterator[str]:
+    """Run a service while the context is open; yields its address.
+
+    Raises:
+        RLError: The service cannot be started; the message says what to do.
+    """
     from rl_rollout.gateway.listening import Listener
     from rl_service.backend import Backends
     from rl_service.routes import Routes
@@ -81,25 +98,16 @@ async def serve(settings: "ServiceSettings") -> None:
 
     server = settings.server
     service = TrainingService(settings, Backends(settings))
-    key = read_key(server.key_file or server.folder / "key")
     listener = Listener(
-        Routes(service, settings, key).application(),
+        Routes(service, settings, read_key(server.own_key_file)).application(),
         max_connections=server.max_connections,
         patience_s=server.client_timeout_s,
         every_second=service.tick,
     )
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)  # type: ignore[union-attr]  # a coroutine runs in a task
     try:
         listener.bind(server.host, server.port)
-        with suppress(asyncio.CancelledError):
-            await service.start()
-            port = await listener.start()
-            url = f"http://{server.host}:{port}"
-            say(f"Serving {settings.policy.all_names[0]} at {url}.")
-            say(f"  TINKER_BASE_URL={url} TINKER_API_KEY=$(cat {server.key_file or server.folder / 'key'}) python ...")
-            await asyncio.Event().wait()
+        await service.start()
+        yield f"http://{server.host}:{await listener.start()}"
     finally:
         await listener.close()
         await service.close()

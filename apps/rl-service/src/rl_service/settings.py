@@ -64,6 +64,11 @@ class ServerSettings:
     poll_s: Annotated[float, Ge(0)] = 30.0
     compressed_requests: bool = False
 
+    @property
+    def own_key_file(self) -> Path:
+        """Where the key is."""
+        return self.key_file or self.folder / "key"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:

@@ -1,0 +1,197 @@
+"""Programs written for the tinker client run unchanged, on a real learner and a real engine."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import tiny_run
+
+tinker = pytest.importorskip("tinker", reason="the tinker client is not installed (pip install tinker)")
+
+from tinker import types  # noqa: E402 - after importorskip
+
+from rl_rollout.engines import VLLMOptions  # noqa: E402
+from rl_service.main import running  # noqa: E402
+from rl_service.settings import (  # noqa: E402
+    AdapterSettings,
+    EngineSettings,
+    LearnerSettings,
+    ServedPolicy,
+    ServerSettings,
+    ServiceSettings,
+)
+
+NAME = "Qwen/Qwen3-8B"
+TOKENS = [3, 4, 5, 6, 7, 8, 9]
+
+
+class Server:
+    """A service in its own thread."""
+
+    def __init__(self, settings):
+        self.settings, self._started, self._stop = settings, threading.Event(), None
+        self.address = ""
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        assert self._started.wait(120)
+
+    async def _serve(self):
+        self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        try:
+            async with running(self.settings) as self.address:
+                self._started.set()
+                await self._stop.wait()
+        finally:
+            self._started.set()
+
+    def close(self):
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(60)
+
+    def client(self):
+        key = (self.settings.server.folder / "key").read_text().strip()
+        return tinker.ServiceClient(base_url=self.address, api_key=key)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("service")
+    tiny_run.make_tiny_policy(folder / "policy", tiny_run.example_module("prepare").make_tokenizer())
+    return ServiceSettings(
+        policy=ServedPolicy(path=folder / "policy", names=(NAME,)),
+        server=ServerSettings(folder=folder / "runs", poll_s=5.0),
+        lora=AdapterSettings(max_rank=4),
+        learner=LearnerSettings(num_threads=1),
+        engine=EngineSettings(name="transformers", placement="inline"),
+        vllm=VLLMOptions(),
+    )
+
+
+@pytest.fixture(scope="module")
+def server(settings):
+    server = Server(settings)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server):
+    client = server.client()
+    yield client
+    client.close("success").result()
+
+
+def datum(tokens=TOKENS, **inputs):
+    inputs = inputs or {"weights": [0.0, 0.0, *[1.0] * (len(tokens) - 3)]}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:], **inputs}
+    )
+
+
+def prompt(tokens=TOKENS):
+    return types.ModelInput.from_ints(tokens)
+
+
+def step(trainer, *data, loss="cross_entropy", learning_rate=1e-2):
+    passed = trainer.forward_backward(list(data) or [datum()], loss)
+    stepped = trainer.optim_step(types.AdamParams(learning_rate=learning_rate))
+    stepped.result()
+    return passed.result()
+
+
+def logprobs_of(result):
+    return np.asarray(result.loss_fn_outputs[0]["logprobs"].data)
+
+
+def test_a_program_trains_samples_and_saves(client):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    assert trainer.get_info().lora_rank == 4
+    assert trainer.get_tokenizer().vocab_size > 9
+    losses = [step(trainer).metrics["loss:sum"] for _ in range(4)]
+    assert losses[3] < 0.5 * losses[0]
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    learned = trainer.forward([datum()], "cross_entropy").result()
+    served = sampler.compute_logprobs(prompt()).result()
+    assert served[0] is None
+    np.testing.assert_allclose(served[1:], logprobs_of(learned), atol=1e-4)
+    assert losses[3] != pytest.approx(learned.metrics["loss:sum"])
+    params = types.SamplingParams(max_tokens=5, temperature=1.0, seed=1)
+    first, second = (sampler.sample(prompt(), 2, params, topk_prompt_logprobs=3).result() for _ in range(2))
+    assert [one.tokens for one in first.sequences] == [one.tokens for one in second.sequences]
+    assert len(first.topk_prompt_logprobs[1]) == 3
+    path = trainer.save_state("one").result().path
+    step(trainer)
+    trainer.load_state_with_optimizer(path).result()
+    again = trainer.forward([datum()], "cross_entropy").result()
+    assert logprobs_of(again).tolist() == logprobs_of(learned).tolist()
+
+
+def test_the_base_model_is_sampled_without_any_adapter(client):
+    base = client.create_sampling_client(base_model=NAME).result()
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    fresh = trainer.forward([datum()], "cross_entropy").result()
+    np.testing.assert_allclose(base.compute_logprobs(prompt()).result()[1:], logprobs_of(fresh), atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_policy_losses_raise_what_was_better(client, loss):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    before = logprobs_of(trainer.forward([datum()], "cross_entropy").result())
+    advantages = [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    step(trainer, datum(logprobs=before.tolist(), advantages=advantages), loss=loss)
+    after = logprobs_of(trainer.forward([datum()], "cross_entropy").result())
+    assert after[2:].sum() > before[2:].sum()
+
+
+def test_a_custom_loss_runs_at_the_client(client):
+    torch = pytest.importorskip("torch")
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+
+    def custom(data, logprobs):
+        return -torch.stack([one[2:].sum() for one in logprobs]).sum(), {"rows": float(len(data))}
+
+    custom_pass = trainer.forward_backward_custom([datum()], custom)
+    trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    assert custom_pass.result().metrics["rows"] == 1.0
+    plain = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    step(plain)
+    results = [logprobs_of(one.forward([datum()], "cross_entropy").result()) for one in (trainer, plain)]
+    assert results[0].tolist() == results[1].tolist()
+
+
+def test_a_refused_pass_also_stops_its_step_but_not_the_client(client):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    passed = trainer.forward_backward([datum()], "stable_reinforce")
+    stepped = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+    with pytest.raises(tinker.RequestFailedError, match=r"formula of loss 'stable_reinforce' is not published"):
+        passed.result()
+    with pytest.raises(tinker.RequestFailedError, match=r"the step was not taken .* because forward_backward 1 failed"):
+        stepped.result()
+    assert step(trainer).metrics["loss:sum"] > 0
+
+
+def test_saved_weights_are_listed_and_removed(server, client):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    step(trainer)
+    path = trainer.save_weights_for_sampler("best").result().path
+    state = trainer.save_state("state", user_metadata={"a": "b"}).result().path
+    rest = tinker.RestClient(base_url=server.address, api_key=client.holder._api_key)
+    listed = rest.list_checkpoints(trainer.model_id).result().checkpoints
+    assert [one.tinker_path for one in listed] == [path, state]
+    assert rest.get_training_run_by_tinker_path(state).result().last_checkpoint.user_metadata == {"a": "b"}
+    assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
+    sampler = client.create_sampling_client(model_path=path).result()
+    assert len(sampler.compute_logprobs(prompt()).result()) == len(TOKENS)
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.NotFoundError, match="no saved weights at"):
+        client.create_sampling_client(model_path=path).result()
+
+
+def test_a_wrong_key_and_a_wrong_model_are_refused_by_name(server, client):
+    with pytest.raises(tinker.AuthenticationError, match="needs its key"):
+        tinker.ServiceClient(base_url=server.address, api_key=f"tml-{'x' * 40}").create_sampling_client(
+            base_model=NAME
+        ).result()
+    with pytest.raises(tinker.RequestFailedError, match=r"base_model must be one of Qwen/Qwen3-8B"):
+        client.create_lora_training_client(base_model="Qwen/Other", rank=4).result()
