@@ -16,6 +16,7 @@ from rl_distill.background import PendingSave
 from rl_distill.options import AdamOptions, LearnerOptions
 
 __all__ = [
+    "FIRST_ADAPTER",
     "AccumulatingLearner",
     "AdapterLearner",
     "ForwardBackwardResult",
@@ -23,12 +24,16 @@ __all__ = [
     "LearnerOptions",
     "MetricSums",
     "MicroBatch",
+    "MultiAdapterLearner",
     "Objective",
     "OptimStepResult",
     "PendingSave",
     "RankedLearner",
     "StepResult",
 ]
+
+FIRST_ADAPTER = "default"
+"""Name of the adapter that a learner starts with, as in peft."""
 
 MetricSums = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Metric sums of micro-batches and ranks, by name.
@@ -267,6 +272,48 @@ class AdapterLearner(Learner, Protocol):
 
     def export_base(self) -> Mapping[str, torch.Tensor]:
         """Return the frozen weights under the adapter by Hugging Face name."""
+        ...
+
+
+class MultiAdapterLearner(AdapterLearner, AccumulatingLearner, Protocol):
+    """A learner that trains several adapters over one base in turn, each as if it were alone.
+
+    All methods of the learner act on the selected adapter. The others keep A, B, moments, step and waiting gradients in
+    host memory.
+    """
+
+    @property
+    def adapter(self) -> str:
+        """Name of the selected adapter; at first `FIRST_ADAPTER`."""
+        ...
+
+    def add_adapter(self, name: str, *, seed: int | None = None) -> None:
+        """Start an adapter as the learner started its first one, and select it.
+
+        Args:
+            name: A name that no other adapter has.
+            seed: Seed of A; None uses the learner's.
+
+        Raises:
+            SettingsError: Another adapter has this name.
+            NotReadyError: The learner trains all weights.
+        """
+        ...
+
+    def select_adapter(self, name: str) -> None:
+        """Continue another adapter.
+
+        Raises:
+            SettingsError: No adapter has this name.
+        """
+        ...
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            SettingsError: No adapter has this name, or it is selected.
+        """
         ...
 
 

@@ -18,6 +18,7 @@ from rl_distill.architecture.policy_config import ModelBackend, PolicyConfig
 from rl_distill.checkpoints.checkpoint import critic_shapes
 from rl_distill.checkpoints.peft_folder import AdapterFolder
 from rl_distill.learner import (
+    FIRST_ADAPTER,
     ForwardBackwardResult,
     LearnerOptions,
     MetricSums,
@@ -38,7 +39,11 @@ __all__ = ["BaseReference", "MegatronCritic", "MegatronLearner", "MegatronRefere
 
 
 class MegatronLearner(TrainedModel):
-    """A policy trained with megatron-core. Implements `rl_distill.learner.AccumulatingLearner`."""
+    """A policy trained with megatron-core. Implements `rl_distill.learner.MultiAdapterLearner`.
+
+    Attributes:
+        adapter: Name of the selected adapter.
+    """
 
     kind, replays = "policy", True
 
@@ -63,6 +68,7 @@ class MegatronLearner(TrainedModel):
             lora: Adapter that trains instead of the weights; rank 0 trains all weights.
         """
         self._lora = lora
+        self.adapter, self._waiting_adapters = FIRST_ADAPTER, set[str]()
         super().__init__(policy, options, ranks=ranks, name=name, backend=backend)
         digest = None if lora.path is None or not lora.rank else AdapterFolder(lora.path).base_digest
         if digest is not None and digest[0] == options.dtype and digest[1] != self._base_digest:
@@ -82,6 +88,36 @@ class MegatronLearner(TrainedModel):
         if not self._lora.rank:
             raise NotReadyError("this learner trains all weights and has no adapter. Set lora.rank above 0.")
         return self._export("adapter", [PEFT_PREFIX + name for name in self._saved_shapes()])
+
+    def add_adapter(self, name: str, *, seed: int | None = None) -> None:
+        """Start another adapter and select it; see `rl_distill.learner.MultiAdapterLearner`."""
+        if not self._lora.rank:
+            raise NotReadyError("this learner trains all weights and has no adapter. Set lora.rank above 0.")
+        if name in {self.adapter, *self._waiting_adapters}:
+            raise SettingsError(f"there is already an adapter {name!r}. Choose another name, or drop it first.")
+        self._switch_adapter(name, seed=self._options.seed if seed is None else seed)
+
+    def select_adapter(self, name: str) -> None:
+        """Continue another adapter; see `rl_distill.learner.MultiAdapterLearner`."""
+        if name != self.adapter:
+            self._check_waits(name)
+            self._switch_adapter(name, seed=0)
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; see `rl_distill.learner.MultiAdapterLearner`."""
+        self._check_waits(name)
+        self._call_all(RankModel.drop_adapter, name)
+        self._waiting_adapters.remove(name)
+
+    def _switch_adapter(self, name: str, *, seed: int) -> None:
+        self.step, self._num_waiting = self._call_all(RankModel.select_adapter, name, seed=seed)[0]
+        self._waiting_adapters = (self._waiting_adapters | {self.adapter}) - {name}
+        self.adapter = name
+
+    def _check_waits(self, name: str) -> None:
+        if name not in self._waiting_adapters:
+            found = ", ".join(sorted(self._waiting_adapters)) or "none"
+            raise SettingsError(f"no adapter {name!r} waits; {self.adapter!r} is selected, and these wait: {found}.")
 
     def export_base(self) -> Mapping[str, Tensor]:
         """Return the frozen weights under the adapter; see `rl_distill.learner.AdapterLearner`."""

@@ -173,7 +173,22 @@ class RankAdam(ABC):
                 # One step tensor per parameter, because Adam increments it in place.
                 state["step"] = torch.tensor(float(step), dtype=torch.float32, device=main.tensor.device)
                 state.update({m: _part(moments[m][name], main).to(main.tensor.device).clone() for m in moments})
+        self.set_step(step)
+
+    def start_moments(self) -> None:
+        """Create the moments before the first step, which otherwise does."""
+        for main in self._mains.values():
+            if main.tensor is not None and main.inner is not None and not main.inner.state[main.tensor]:
+                state = main.inner.state[main.tensor]
+                state["step"] = torch.zeros((), dtype=torch.float32, device=main.tensor.device)
+                state.update({name: torch.zeros_like(main.tensor) for name in ("exp_avg", "exp_avg_sq")})
+
+    def set_step(self, step: int) -> None:
+        """Set the number of steps done so far, by which Adam corrects its moments."""
         for inner in self.inner():
+            for state in inner.state.values():
+                if "step" in state:
+                    state["step"].fill_(step)
             for group in inner.param_groups:
                 if "step" in group:  # fused optimizers of Transformer Engine and apex count by group
                     group["step"] = step

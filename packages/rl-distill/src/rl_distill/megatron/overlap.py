@@ -70,7 +70,7 @@ def gather_weights(chunks: Iterable[Any]) -> None:
 
 
 def mark_stale(chunks: Iterable[Any]) -> None:
-    """Let the next forward pass gather the weights again, as it does after a backward pass."""
+    """Let the next forward pass gather the weights, even if no backward pass came before the step that updates them."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel):
             for group in _bucket_groups(chunk):

@@ -20,7 +20,8 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.weights.broadcast import RankOffer, SenderOptions, WeightSender, offer_from_rank
 from rl_distill.architecture.memory import RankMemory
 from rl_distill.checkpoints.hf_folder import read_heads
-from rl_distill.learner import Objective, OptimStepResult
+from rl_distill.learner import FIRST_ADAPTER, Objective, OptimStepResult
+from rl_distill.megatron.adapters import KeptAdapter
 from rl_distill.megatron.attention.layout import rotary_frequencies
 from rl_distill.megatron.images import RankImages, load_images
 from rl_distill.megatron.lora import base_alone, drawing_by
@@ -78,6 +79,7 @@ class RankModel:
         self.place = RankPosition.of_this_rank()
         self.step = 0
         self._losses: list[float] = []
+        self._adapter, self._kept_adapters = FIRST_ADAPTER, dict[str, KeptAdapter]()
         self._device = device or learner_device()
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
         self._chunks = build_chunks(plan, self._shards, device=self._device)
@@ -167,12 +169,12 @@ class RankModel:
         options = options or adam_at(self.step + 1, self.plan.options)
         if not self._losses:
             adam.zero_grad()
-            mark_stale(self._chunks)
         self._losses = []
         grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
         is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
         if is_applied:
             self.sender.withdraw()
+            mark_stale(self._chunks)
             adam.step(grad_norm, options)
             self.step += 1
         return OptimStepResult(
@@ -182,6 +184,32 @@ class RankModel:
     def zero_grad(self) -> None:
         """Discard the gradients that wait for `optim_step`."""
         self._losses = []
+
+    def select_adapter(self, name: str, *, seed: int) -> tuple[int, int]:
+        """Set the adapter in training aside and continue another one, which starts now if the name is new.
+
+        Args:
+            name: Name of the adapter.
+            seed: Seed of a new adapter.
+
+        Returns:
+            The adapter's steps, and the number of its batches whose gradients wait.
+        """
+        self.sender.withdraw()
+        kept = KeptAdapter.of_rank(self.tensors, losses=self._losses, step=self.step)
+        self._kept_adapters[self._adapter], self._adapter = kept, name
+        if name in self._kept_adapters:
+            found = self._kept_adapters.pop(name)
+            found.restore(self.tensors)
+            self.step, self._losses = found.step, list(found.losses)
+        else:
+            self.tensors.start_adapter(seed)
+            self.step, self._losses = 0, []
+        return self.step, len(self._losses)
+
+    def drop_adapter(self, name: str) -> None:
+        """Free an adapter that is not in training."""
+        del self._kept_adapters[name]
 
     def _add_gradients(
         self,

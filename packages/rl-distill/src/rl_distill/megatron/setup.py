@@ -100,7 +100,8 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
             shard_model(model, plan.dtype, device=device)
         with torch.no_grad():
             fill_weights(model, plan, shard)
-            fill_adapter(model, plan, shard)
+            if plan.lora.rank:
+                fill_adapter(_adapter_alone(model), plan, shard)
         if plan.parallel.shard_weights:
             chunks.append(model)
             continue
@@ -160,14 +161,15 @@ def fill_weights(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
             block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 
-def fill_adapter(model: torch.nn.Module, plan: ModelPlan, shard: Shard) -> None:
-    """Fill a chunk's A and B, the only trained tensors, from the adapter's folder; without one, B is 0 as in peft."""
-    if not plan.lora.rank:
-        return
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+def _adapter_alone(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Let only the adapter of a chunk train, and return A and B by name."""
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(PARAMETER in name)
-    adapter = {name: parameter for name, parameter in parameters.items() if PARAMETER in name}
+    return {name: parameter for name, parameter in model.named_parameters() if PARAMETER in name}
+
+
+def fill_adapter(adapter: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> None:
+    """Fill a chunk's A and B from the adapter's folder; without one, B is 0 as in peft."""
     saved = None
     if plan.lora.path is not None:
         saved = read_adapter(plan.lora.path, plan.lora, adapted_modules(plan.source.config, plan.lora))
