@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,6 @@ from rl_core.errors import EngineError, NotReadyError, SettingsError, WeightProo
 from rl_core.files import read_json_object
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
-    LORA_B,
     AdapterUpdate,
     Canary,
     InFile,
@@ -38,7 +37,7 @@ from rl_distill import (
     parse_policy_config,
     read_policy_config,
 )
-from rl_distill.learner import ForwardBackwardResult, Objective, OptimStepResult
+from rl_distill.learner import FIRST_ADAPTER, ForwardBackwardResult, Objective, OptimStepResult
 from rl_rollout.engines import (
     EnginePlacement,
     ProcessEngine,
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 BASE = "base"
-ADAPTER_FILE, CANARY_FILE = "adapter_model.safetensors", "canary.json"
+WEIGHTS_FILE, CANARY_FILE = "adapter_model.safetensors", "canary.json"
 NUM_CANARIES, CANARY_TOKENS = 4, 24
 
 
@@ -78,11 +77,12 @@ class LearnerBackend:
         self._settings = settings
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
         self._owner: str | None = None
+        self._learner: MegatronLearner  # once loaded
         self.base: Mapping[str, TensorDigest] = {}
         self.tied: Mapping[str, str] = {}
         config = parse_policy_config(read_policy_config(settings.policy.path), backend=settings.policy.backend)
         self.vocab_size, self.max_tokens = config.vocab_size, config.max_position_embeddings
-        self.adapted = tuple(adapted_modules(config, self._lora()))
+        self.adapted = tuple(adapted_modules(config, self._lora())) if settings.lora.max_rank else ()
         ids = np.random.default_rng(0).integers(0, self.vocab_size, (NUM_CANARIES, min(CANARY_TOKENS, self.max_tokens)))
         self._canary = list(ids.astype(np.int32))
 
@@ -104,42 +104,57 @@ class LearnerBackend:
         return LoraOptions(rank=lora.max_rank, alpha=lora.alpha, target_modules=lora.target_modules)
 
     def _load(self, folder: Path) -> None:
+        self._learner = self._built()
+        if self._settings.lora.max_rank:
+            self.base = digest_tensors(self._learner.export_base())
+        self.tied = dict(self._learner.tied)
+        weights, logprobs = self._weights(), self._learner.logprobs(self._canary_batch())
+        (folder / BASE).mkdir(exist_ok=True)
+        self._write_sampler(folder / BASE, weights, logprobs)  # B of the first adapter is 0
+
+    def _built(self) -> "MegatronLearner":
         from rl_distill.megatron.learner import MegatronLearner
 
-        chosen = self._settings.learner
+        chosen, policy = self._settings.learner, self._settings.policy
         options = LearnerOptions(**{one.name: getattr(chosen, one.name) for one in fields(chosen)})
-        policy, backend = self._settings.policy.path, self._settings.policy.backend
-        self._learner: MegatronLearner = MegatronLearner(policy, options, backend=backend, lora=self._lora())
-        self.base, self.tied = digest_tensors(self._learner.export_base()), self._learner.tied
-        if not (folder / "fresh").exists():
-            self._learner.save(folder / "fresh")
-        base = {n: t * 0 if n.endswith(LORA_B) else t.clone() for n, t in self._learner.export_adapter().items()}
-        (folder / BASE).mkdir(exist_ok=True)
-        self._write_sampler(folder / BASE, base, self._learner.reference().logprobs(self._canary_batch()))
-        self._folder = folder
+        return MegatronLearner(policy.path, options, backend=policy.backend, lora=self._lora())
 
     def create(self, model_id: str, lora: LoraConfig | None) -> int:
-        """Create the adapter of a client, and return its rank.
+        """Create the adapter of a client, or give it all weights; return the adapter's rank.
 
         Raises:
             RefusedError: The service cannot train it.
         """
-        if self._owner is not None:
-            raise RefusedError(f"{self._owner} trains already, and this service has one training client.")
-        rank = self._settings.lora.max_rank
-        if lora is None or lora.rank != rank:
-            raise RefusedError(f"lora_config.rank must be {rank}; found {lora and lora.rank}.", param="rank")
+        most = self._settings.lora.max_rank
+        if not most:
+            return self._create_full(model_id)
+        if lora is None or lora.rank != most:
+            raise RefusedError(
+                f"lora_config.rank must be lora.max_rank = {most}; found {lora and lora.rank}.", param="rank"
+            )
         if not lora.train_mlp or not lora.train_attn:
             raise RefusedError("train_mlp and train_attn must be true.", param="train_mlp")
-        self._learner.load(self._folder / "fresh")
+        self._learner.add_adapter(model_id, seed=lora.seed)
+        return most
+
+    def _create_full(self, model_id: str) -> int:
+        if self._owner is not None:
+            raise RefusedError(f"{self._owner} trains all weights, so nobody else can. Finish its session first.")
+        if self._learner.step:
+            self._learner.close()
+            self._learner = self._built()
         self._owner = model_id
-        return rank
+        return 0
 
     def forget(self, model_id: str) -> None:
-        """Free the adapter of a client."""
+        """Free the weights of a client; without effect if it has none."""
         if self._owner == model_id:
             self._learner.zero_grad()
             self._owner = None
+        if self._settings.lora.max_rank:
+            with suppress(SettingsError):  # it has no adapter
+                self._learner.select_adapter(FIRST_ADAPTER)
+                self._learner.drop_adapter(model_id)
 
     def forward_backward(self, model_id: str, batch: Batch, objective: Objective) -> ForwardBackwardResult:
         """Add the gradients of rows to the client's; the result has the logprobs of all tokens."""
@@ -167,24 +182,29 @@ class LearnerBackend:
         self._learner.save(folder)
 
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Load weights, and the optimizer or a new one.
+        """Load weights, and the optimizer or a new one; gradients are dropped.
 
         Raises:
             CheckpointError: The folder is damaged or of another model.
         """
-        self._activate(model_id)
+        self.drop_gradients(model_id)
         if not with_optimizer:
             raise RefusedError("weights without their optimizer cannot be loaded yet.")
         self._learner.load(folder)
 
     def save_sampler(self, model_id: str, folder: Path) -> None:
-        """Write the weights to sample from, in peft's format, with the learner's logprobs for their proof."""
+        """Write the weights to sample from, with the learner's logprobs for their proof; adapters in peft's format."""
         self._activate(model_id)
-        self._write_sampler(folder, self._learner.export_adapter(), self._learner.logprobs(self._canary_batch()))
+        self._write_sampler(folder, self._weights(), self._learner.logprobs(self._canary_batch()))
 
     def _activate(self, model_id: str) -> None:
-        if self._owner != model_id:
+        if self._settings.lora.max_rank:
+            self._learner.select_adapter(model_id)
+        elif self._owner != model_id:
             raise RefusedError(f"{model_id} has no weights in memory.", kind="not_found_error")
+
+    def _weights(self) -> Mapping[str, Any]:
+        return self._learner.export_adapter() if self._settings.lora.max_rank else self._learner.export_weights()
 
     def _canary_batch(self) -> Batch:
         keys = [RowKey(f"canary-{index}", 0, 0) for index in range(len(self._canary))]
@@ -192,8 +212,14 @@ class LearnerBackend:
 
     def _write_sampler(self, folder: Path, tensors: Mapping[str, Any], logprobs: Ragged) -> None:
         on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        write_safetensors(on_host, folder / ADAPTER_FILE, metadata={"format": "pt"})
-        rank = self._settings.lora.max_rank
+        write_safetensors(on_host, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        rows = [[float(value) for value in row] for row in logprobs]
+        (folder / CANARY_FILE).write_text(json.dumps({"logprobs": rows}))
+        if rank := self._settings.lora.max_rank:
+            self._write_config(folder, rank)
+
+    def _write_config(self, folder: Path, rank: int) -> None:
+        """Write peft's configuration; B is already multiplied by the scaling."""
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -205,8 +231,6 @@ class LearnerBackend:
             "target_modules": sorted({name.rpartition(".")[2] for name in self.adapted}),
         }
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-        rows = [[float(value) for value in row] for row in logprobs]
-        (folder / CANARY_FILE).write_text(json.dumps({"logprobs": rows}))
 
     @property
     def canary_sequences(self) -> list[IntArray]:
@@ -228,8 +252,10 @@ class EngineBackend:
             SettingsError: There is no such engine.
         """
         self._settings, self._learner = settings, learner
-        modules = tuple(sorted({name.rpartition(".")[2] for name in learner.adapted}))
-        options: Any = replace(settings.vllm, max_lora_rank=settings.lora.max_rank, lora_target_modules=modules)
+        options: Any = settings.vllm
+        if settings.lora.max_rank:
+            modules = tuple(sorted({name.rpartition(".")[2] for name in learner.adapted}))
+            options = replace(options, max_lora_rank=settings.lora.max_rank, lora_target_modules=modules)
         name = settings.engine.name
         if name == "transformers":
             shared = {one.name for one in fields(TransformersOptions)} & {one.name for one in fields(VLLMOptions)}
@@ -287,11 +313,14 @@ class EngineBackend:
     def _update(self, folder: Path, version: int) -> tuple[WeightUpdate, Canary]:
         from safetensors.torch import load_file
 
-        file = folder / ADAPTER_FILE
-        digests = digest_tensors(load_file(file), kind="crc32c")
-        adapter = AdapterUpdate(rank=self._settings.lora.max_rank, base=self._learner.base)
+        file = folder / WEIGHTS_FILE
+        rank = self._settings.lora.max_rank
         update = WeightUpdate(
-            version=version, digests=digests, location=InFile(file=file), tied=dict(self._learner.tied), adapter=adapter
+            version=version,
+            digests=digest_tensors(load_file(file), kind="crc32c" if rank else None),
+            location=InFile(file=file),
+            tied=self._learner.tied,
+            adapter=AdapterUpdate(rank=rank, base=self._learner.base) if rank else None,
         )
         rows = read_json_object(folder / CANARY_FILE)["logprobs"]
         logprobs = [np.asarray(row, dtype=np.float32) for row in rows]
