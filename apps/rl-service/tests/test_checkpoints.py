@@ -3,7 +3,7 @@
 import pytest
 
 from rl_rollout.gateway.refusals import RefusedError
-from rl_service.checkpoints import Checkpoints, Saved, split_path, weights_path
+from rl_service.checkpoints import Checkpoints, Saved, expiry, split_path, weights_path
 
 RUN = "0123abcd:train:0"
 
@@ -77,12 +77,14 @@ def test_old_snapshots_and_expired_weights_are_removed(tmp_path):
     assert left == ["kept", "s2", "s3"]
 
 
-def test_a_time_to_live_has_bounds(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    path = checkpoints.save(record("one"), write("first")).path
+def test_a_time_to_live_has_bounds():
     with pytest.raises(RefusedError, match="ttl_seconds must be from 3600"):
-        checkpoints.set_expiry(path, 60)
-    checkpoints.set_expiry(path, 3600)
-    assert Checkpoints(tmp_path).find(path).expires_at is not None
-    checkpoints.remove(path)
+        expiry(60)
+    assert expiry(None) is None
+    assert expiry(3600) > 3600
+
+
+def test_removed_weights_are_gone(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.remove(checkpoints.save(record("one"), write("first")).path)
     assert list(Checkpoints(tmp_path)) == []

@@ -85,7 +85,12 @@ def test_a_request_that_is_cancelled_blocks_nobody():
 
 
 def asked(**changes):
-    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 3}}
+    body = {
+        "sampling_session_id": "s",
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 3},
+    }
     return msgspec.json.decode(msgspec.json.encode({**body, **changes}), type=Sample)
 
 

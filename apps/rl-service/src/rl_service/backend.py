@@ -4,10 +4,10 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
@@ -15,7 +15,7 @@ import structlog
 from rl_core import Batch, Ragged, RowKey
 from rl_core.cluster import within
 from rl_core.data import IntArray
-from rl_core.errors import EngineError, NotReadyError, SettingsError, WeightProofError
+from rl_core.errors import EngineError, SettingsError, WeightProofError
 from rl_core.files import read_json_object
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -37,7 +37,7 @@ from rl_distill import (
     parse_policy_config,
     read_policy_config,
 )
-from rl_distill.learner import FIRST_ADAPTER, ForwardBackwardResult, Objective, OptimStepResult
+from rl_distill.learner import FIRST_ADAPTER, ForwardBackwardResult, MultiAdapterLearner, Objective, OptimStepResult
 from rl_rollout.engines import (
     EnginePlacement,
     ProcessEngine,
@@ -49,9 +49,6 @@ from rl_rollout.engines import (
 from rl_rollout.gateway.refusals import RefusedError
 from rl_service.requests import LoraConfig
 from rl_service.settings import ServiceSettings
-
-if TYPE_CHECKING:
-    pass
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -77,7 +74,7 @@ class LearnerBackend:
         self._settings = settings
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
         self._owner: str | None = None
-        self._learner: MegatronLearner  # once loaded
+        self._learner: MultiAdapterLearner  # once loaded
         self.base: Mapping[str, TensorDigest] = {}
         self.tied: Mapping[str, str] = {}
         config = parse_policy_config(read_policy_config(settings.policy.path), backend=settings.policy.backend)
@@ -112,7 +109,7 @@ class LearnerBackend:
         (folder / BASE).mkdir(exist_ok=True)
         self._write_sampler(folder / BASE, weights, logprobs)  # B of the first adapter is 0
 
-    def _built(self) -> "MegatronLearner":
+    def _built(self) -> MultiAdapterLearner:
         from rl_distill.megatron.learner import MegatronLearner
 
         chosen, policy = self._settings.learner, self._settings.policy
@@ -293,8 +290,7 @@ class EngineBackend:
         A failed proof is repeated once.
 
         Raises:
-            NotReadyError: The engine cannot take them.
-            WeightProofError: The engine serves something else; the message names the tensor.
+            WeightProofError: The engine refuses them, or serves something else; the message names the tensor.
         """
         try:
             return await self._serve_once(folder)
@@ -302,7 +298,7 @@ class EngineBackend:
             log.warning("weight_proof_failed", version=self._version, tensor=error.tensor, error=str(error))
             return await self._serve_once(folder)
         except EngineError as error:
-            raise NotReadyError(f"the engine cannot serve {folder}: {error}") from error
+            raise WeightProofError(f"the engine refuses {folder}: {error}") from error
 
     async def _serve_once(self, folder: Path) -> int:
         self._version += 1
@@ -325,24 +321,3 @@ class EngineBackend:
         rows = read_json_object(folder / CANARY_FILE)["logprobs"]
         logprobs = [np.asarray(row, dtype=np.float32) for row in rows]
         return update, Canary(sequences=self._learner.canary_sequences, logprobs=logprobs)
-
-
-class Backends:
-    """Starts and closes learner and engine together."""
-
-    def __init__(self, settings: ServiceSettings) -> None:
-        """Choose both."""
-        self.learner = LearnerBackend(settings)
-        self.engine = EngineBackend(settings, self.learner)
-        self._stack = AsyncExitStack()
-
-    async def start(self, folder: Path) -> None:
-        """Start both; see their methods."""
-        self._stack.push_async_callback(self.learner.close)
-        await self.learner.start(folder)
-        self._stack.push_async_callback(self.engine.engine.close)
-        await self.engine.start()
-
-    async def close(self) -> None:
-        """Close what was started."""
-        await self._stack.aclose()

@@ -151,12 +151,6 @@ class Checkpoints:
         self._saved[saved.path] = saved
         return saved
 
-    def set_expiry(self, path: str, ttl_s: int | None) -> None:
-        """Let saved weights expire after a time from now, or never."""
-        saved = msgspec.structs.replace(self.find(path), expires_at=expiry(ttl_s))
-        write_durably(self._place(path) / RECORD, msgspec.json.encode(saved))
-        self._saved[path] = saved
-
     def remove(self, path: str) -> None:
         """Remove saved weights.
 

@@ -193,6 +193,16 @@ class Clients:
         self.seen[client.entry.session_id] = time.monotonic()
         return client
 
+    def sampler(self, sampler_id: str) -> Sampling:
+        """Return a sampling client.
+
+        Raises:
+            RefusedError: There is none of this id.
+        """
+        if sampler_id not in self.sampling:
+            raise RefusedError(f"there is no sampling client {sampler_id[:120]!r}.", kind="not_found_error")
+        return self.sampling[sampler_id]
+
     def stepped(self, client: TrainingClient, step: int) -> None:
         """Note how many optimizer steps a training client has."""
         client.step = step

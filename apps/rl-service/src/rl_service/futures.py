@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,11 +102,6 @@ class Futures:
         for request_id, future in list(self._futures.items()):
             if future.fetched_at is not None and future.fetched_at < last:
                 self._drop(request_id)
-
-    def counts(self) -> Mapping[str, int]:
-        """Return the number of open and of kept results, and the size of the latter."""
-        waiting = sum(future.answer is None for future in self._futures.values())
-        return {"open": waiting, "kept": len(self._futures) - waiting, "kept_bytes": self._num_bytes}
 
     def _trim(self) -> None:
         finished = [one for one, future in self._futures.items() if future.answer is not None]

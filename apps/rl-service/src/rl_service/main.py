@@ -92,12 +92,11 @@ async def running(settings: "ServiceSettings") -> AsyncIterator[str]:
         RLError: The service cannot be started; the message says what to do.
     """
     from rl_rollout.gateway.listening import Listener
-    from rl_service.backend import Backends
     from rl_service.routes import Routes
     from rl_service.service import TrainingService
 
     server = settings.server
-    service = TrainingService(settings, Backends(settings))
+    service = TrainingService(settings)
     listener = Listener(
         Routes(service, settings, read_key(server.own_key_file)).application(),
         max_connections=server.max_connections,

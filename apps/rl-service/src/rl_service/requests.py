@@ -168,11 +168,9 @@ class Sample(Request):
 
     prompt: Prompt
     sampling_params: SamplingParams
+    sampling_session_id: str
+    seq_id: int
     num_samples: int = 1
-    base_model: str | None = None
-    model_path: str | None = None
-    sampling_session_id: str | None = None
-    seq_id: int | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
@@ -206,9 +204,3 @@ class FinishSession(Request):
 
     reason: dict[str, Any] = {}
     detail: str | None = None
-
-
-class TimeToLive(Request):
-    """Sets when saved weights expire."""
-
-    ttl_seconds: int | None = None

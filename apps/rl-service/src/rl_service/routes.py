@@ -54,9 +54,9 @@ class Routes:
             "/create_model": of(requests.CreateModel, service.create_model),
             "/get_info": of(requests.OfModel, service.get_info),
             "/forward_backward": self._forward_backward,
-            "/optim_step": of(requests.OptimStep, service.optim_step),
-            "/save_weights": of(requests.SaveWeights, service.save_weights),
-            "/save_weights_for_sampler": of(requests.SaveWeightsForSampler, service.save_weights_for_sampler),
+            "/optim_step": of(requests.OptimStep, service.train),
+            "/save_weights": of(requests.SaveWeights, service.train),
+            "/save_weights_for_sampler": of(requests.SaveWeightsForSampler, service.train),
             "/load_weights": of(requests.LoadWeights, service.load_weights),
             "/create_sampling_session": of(requests.CreateSamplingSession, service.create_sampling_session),
             "/asample": of(requests.Sample, service.sample),
@@ -69,17 +69,13 @@ class Routes:
             "/healthz": self._health,
             "/get_server_capabilities": self._capabilities,
             "/samplers/{id}": self._sampler,
-            "/training_runs": self._runs,
             "/training_runs/{run}": self._run,
             "/training_runs/{run}/checkpoints": self._checkpoints,
             "/checkpoints": self._checkpoints,
-            "/sessions": self._sessions,
-            "/sessions/{id}": self._session,
         }
-        saved = "/training_runs/{run}/checkpoints/{segment}/{name}"
         table = [("POST", path, handler) for path, handler in posts.items()]
         table += [("GET", path, handler) for path, handler in gets.items()]
-        table += [("DELETE", saved, self._delete), ("PUT", f"{saved}/ttl", self._set_ttl)]
+        table += [("DELETE", "/training_runs/{run}/checkpoints/{segment}/{name}", self._delete)]
         return Starlette(
             routes=[
                 Route(API + path, ErrorsInFormat("openai", self._admitting(handler)), methods=[method])
@@ -139,7 +135,7 @@ class Routes:
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise RefusedError(f"forward_backward takes {PROTOBUF} only.")
         content = await self._content(request)
-        return JSONResponse(self._service.forward_backward(read_forward_backward(content), num_bytes=len(content)))
+        return JSONResponse(self._service.train(read_forward_backward(content), num_bytes=len(content)))
 
     async def _retrieve(self, request: HttpRequest) -> Response:
         request_id = (await self._read(request, requests.RetrieveFuture)).request_id
@@ -154,7 +150,8 @@ class Routes:
         return Response(answer.content, media_type=answer.media_type)
 
     async def _cancel(self, request: HttpRequest) -> Response:
-        return JSONResponse(await self._service.cancel(await self._read(request, requests.CancelFuture)))
+        await self._service.cancel(await self._read(request, requests.CancelFuture))
+        return JSONResponse({})
 
     async def _telemetry(self, request: HttpRequest) -> Response:
         """Accept and drop a client's telemetry."""
@@ -173,9 +170,7 @@ class Routes:
         return JSONResponse({"supported_models": models})
 
     async def _sampler(self, request: HttpRequest) -> Response:
-        client = self._service.clients.sampling.get(request.path_params["id"])
-        if client is None:
-            raise RefusedError("there is no such sampling client.", kind="not_found_error")
+        client = self._service.clients.sampler(request.path_params["id"])
         shown = {"sampler_id": client.sampler_id, "base_model": client.base_model, "model_path": client.path}
         return JSONResponse(shown)
 
@@ -193,22 +188,12 @@ class Routes:
         found = [_shown(saved) for saved in self._service.checkpoints if run in (None, saved.run)]
         return JSONResponse({"checkpoints": found} if run else _page(request, "checkpoints", found))
 
-    async def _runs(self, request: HttpRequest) -> Response:
-        return JSONResponse(
-            _page(request, "training_runs", [self._run_of(run) for run in self._service.clients.training])
-        )
-
     async def _run(self, request: HttpRequest) -> Response:
         run = request.path_params["run"]
-        if run not in self._service.clients.training:
-            raise RefusedError(f"there is no training run {run[:120]!r}.", kind="not_found_error")
-        return JSONResponse(self._run_of(run))
-
-    def _run_of(self, run: str) -> dict[str, Any]:
-        client = self._service.clients.training[run]
+        client = self._service.clients.trains(run)
         saved = [one for one in self._service.checkpoints if one.run == run]
         last = {segment: next((one for one in reversed(saved) if one.segment == segment), None) for segment in SEGMENTS}
-        return {
+        shown = {
             "training_run_id": run,
             "base_model": client.entry.base_model,
             "model_owner": "local",
@@ -220,33 +205,10 @@ class Routes:
             "last_sampler_checkpoint": None if last["sampler_weights"] is None else _shown(last["sampler_weights"]),
             "user_metadata": _texts(client.entry.user_metadata),
         }
-
-    async def _sessions(self, request: HttpRequest) -> Response:
-        return JSONResponse({"sessions": _page(request, "sessions", list(self._service.clients.sessions))["sessions"]})
-
-    async def _session(self, request: HttpRequest) -> Response:
-        session_id, clients = request.path_params["id"], self._service.clients
-        if session_id not in clients.sessions:
-            raise RefusedError("there is no such session.", kind="not_found_error")
-        session = clients.sessions[session_id]
-        return JSONResponse(
-            {
-                "training_run_ids": [
-                    one.model_id for one in clients.training.values() if one.entry.session_id == session_id
-                ],
-                "sampler_ids": [one.sampler_id for one in clients.sampling.values() if one.session_id == session_id],
-                "user_metadata": _texts(session.user_metadata),
-                "display_name": session.display_name,
-            }
-        )
+        return JSONResponse(shown)
 
     async def _delete(self, request: HttpRequest) -> Response:
         self._service.checkpoints.remove(_path_of(request))
-        return Response(status_code=204)
-
-    async def _set_ttl(self, request: HttpRequest) -> Response:
-        body = await self._read(request, requests.TimeToLive)
-        self._service.checkpoints.set_expiry(_path_of(request), body.ttl_seconds)
         return Response(status_code=204)
 
 

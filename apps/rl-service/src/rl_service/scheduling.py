@@ -116,10 +116,5 @@ class Turns:
             self._arrived.clear()
             await self._arrived.wait()
 
-    def num_waiting(self, owner: str) -> int:
-        """Return the number of a client's waiting requests."""
-        line = self._lines.get(owner)
-        return 0 if line is None else len(line.waiting)
-
     def _least_served(self) -> float:
         return min((line.served for line in self._lines.values() if line.waiting), default=0.0)

@@ -143,13 +143,11 @@ class EngineSettings:
         name: "vllm", "transformers", or the name of an engine that another package installs.
         placement: Where it runs: "process", or "inline" in the server's process, which is easy to debug.
         start_deadline_s: Maximum time in seconds to start it.
-        probe_tolerance: See `ProofTolerances.probe`; none uses that of the engine's dtype.
     """
 
     name: str = "vllm"
     placement: Literal["inline", "process"] = "process"
     start_deadline_s: PositiveFloat = 600.0
-    probe_tolerance: PositiveFloat | None = None
 
 
 class ServiceSettings(BaseModel):

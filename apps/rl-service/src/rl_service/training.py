@@ -1,0 +1,197 @@
+"""What the requests of training clients do. All of it runs on the learner's thread."""
+
+import time
+from functools import partial
+
+from rl_core.errors import SettingsError
+from rl_distill import AdamOptions
+from rl_distill.objectives import tinker_objective
+from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_service.backend import LearnerBackend
+from rl_service.checkpoints import Checkpoints, Saved, expiry, weights_path
+from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id
+from rl_service.futures import Answer
+from rl_service.losses import ForwardBackward, batch_of, loss_of, target_logprobs
+from rl_service.requests import (
+    CreateModel,
+    LoadWeights,
+    LoraConfig,
+    OptimizerConfig,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from rl_service.settings import ServiceSettings
+from rl_service.wire import PROTOBUF, write_forward_backward
+
+TrainingRequest = CreateModel | LoadWeights | ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler
+
+
+class TrainingRequests:
+    """Runs the requests of training clients.
+
+    Attributes:
+        inflight: The newest weights that each training client published for all its in-flight sampling clients.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, learner: LearnerBackend, clients: Clients, checkpoints: Checkpoints
+    ) -> None:
+        """Use a learner, and what the service knows of its clients."""
+        self._settings, self._learner, self._clients, self._checkpoints = settings, learner, clients, checkpoints
+        self.inflight: dict[str, str] = {}
+
+    def run(self, client: TrainingClient, request: TrainingRequest) -> Answer:
+        """Run a request.
+
+        Raises:
+            RLError: It cannot run.
+        """
+        match request:
+            case ForwardBackward():
+                return self._forward_backward(client, request)
+            case OptimStep():
+                return self._optim_step(client, request)
+            case SaveWeights():
+                return self._save(client, request)
+            case SaveWeightsForSampler():
+                return self._save_for_sampler(client, request)
+            case LoadWeights() if request.model_id is not None:
+                return self._load(client, request)
+        try:
+            return self._create(client, request)
+        except BaseException as error:
+            self._clients.end(client.model_id, f"it could not be created: {error}")
+            self._learner.forget(client.model_id)
+            raise
+
+    def save_state(self, client: TrainingClient, name: str) -> str:
+        """Save a client's weights and optimizer, without gradients that wait, and return their path."""
+        self._learner.drop_gradients(client.model_id)
+        request = SaveWeights(model_id=client.model_id, seq_id=0, path=name, overwrite=True)
+        self._save(client, request)
+        return weights_path(client.model_id, "weights", name)
+
+    def check_name(self, base_model: str) -> None:
+        """Check that a name is one of the policy's.
+
+        Raises:
+            RefusedError: It is another model's.
+        """
+        known = self._settings.policy.all_names
+        if base_model not in known:
+            message = f"base_model must be one of {', '.join(known)}; found {base_model[:120]!r}."
+            raise RefusedError(message, param="base_model")
+
+    def _create(self, client: TrainingClient, request: CreateModel | LoadWeights) -> Answer:
+        """Create the weights of a new client, from saved ones if it asks for them."""
+        lora = request.lora_config if isinstance(request, CreateModel) else None
+        if isinstance(request, LoadWeights):
+            saved = self._checkpoints.find(request.path)
+            client.entry.base_model, lora = request.base_model or saved.base_model, LoraConfig(rank=saved.rank)
+        self.check_name(client.entry.base_model)
+        optimizer = request.optimizer_config or OptimizerConfig()
+        if optimizer.type not in (None, "adamw"):
+            raise refused_field("optimizer_config.type", optimizer.type, '"adamw", the optimizer of this service')
+        client.entry.rank = self._learner.create(client.model_id, lora)
+        if isinstance(request, LoadWeights):
+            return self._load(client, request)
+        return Answer.of(model_id=client.model_id, type="create_model")
+
+    def _forward_backward(self, client: TrainingClient, request: ForwardBackward) -> Answer:
+        learner, most = self._learner, self._settings.limits.max_request_tokens
+        try:
+            if request.problem is not None:
+                raise request.problem
+            if request.num_tokens > most:
+                raise refused_field(
+                    "data", f"{request.num_tokens} tokens", f"at most limits.max_request_tokens = {most}"
+                )
+            objective = tinker_objective(request.loss, request.options)
+            batch = batch_of(request, vocab_size=learner.vocab_size, max_tokens=learner.max_tokens)
+            if request.forward_only:
+                logprobs = learner.logprobs(client.model_id, batch)
+                loss = loss_of(objective, batch, logprobs)
+            else:
+                result = learner.forward_backward(client.model_id, batch, objective)
+                logprobs, loss = result.tokens["policy_logprobs"], result.loss
+        except Exception as error:
+            if not request.forward_only:
+                client.broken = f"forward_backward {request.seq_id} failed: {error}"
+            raise
+        content = write_forward_backward(target_logprobs(logprobs), {"loss:sum": loss})
+        return Answer(content=content, media_type=PROTOBUF)
+
+    def _optim_step(self, client: TrainingClient, request: OptimStep) -> Answer:
+        broken, client.broken = client.broken, None
+        if broken is not None:
+            self._learner.drop_gradients(client.model_id)
+            raise RefusedError(f"the step was not taken and its gradients are dropped, because {broken}")
+        given = request.adam_params
+        if given is None:
+            kind = (request.optimizer_params or {}).get("type")
+            raise refused_field("optim_params", kind, "those of Adam, the optimizer of this service")
+        options = AdamOptions(
+            learning_rate=given.learning_rate,
+            betas=(given.beta1, given.beta2),
+            eps=given.eps,
+            weight_decay=given.weight_decay,
+            clip_grad=max(given.grad_clip_norm, 0.0),
+        )
+        result = self._learner.optim_step(client.model_id, options)
+        if not result.is_applied:
+            raise SettingsError("the step was not taken, because the loss or the gradient norm is not finite.")
+        self._clients.stepped(client, result.step)
+        return Answer.of(metrics={"step": result.step, "grad_norm": result.grad_norm})
+
+    def _save(self, client: TrainingClient, request: SaveWeights) -> Answer:
+        path = weights_path(client.model_id, "weights", request.path or f"step-{client.step}")
+        self._checkpoints.check_free(path, overwrite=request.overwrite)
+        self._checkpoints.save(_record(client, path, request), partial(self._learner.save, client.model_id))
+        return Answer.of(path=path, type="save_weights")
+
+    def _save_for_sampler(self, client: TrainingClient, request: SaveWeightsForSampler) -> Answer:
+        entry, number = client.entry, request.sampling_session_seq_id
+        path = weights_path(client.model_id, "sampler_weights", request.path or f"snapshot-{request.seq_id}")
+        self._checkpoints.check_free(path, overwrite=False)
+        self._checkpoints.save(_record(client, path, request), partial(self._learner.save_sampler, client.model_id))
+        if request.path is not None:
+            return Answer.of(path=path, type="save_weights_for_sampler")
+        if number is None:
+            raise RefusedError("path or sampling_session_seq_id is required.", param="path")
+        is_inflight = request.kind == "inflight"
+        if is_inflight:
+            self.inflight[client.model_id] = path
+        sampling = Sampling(
+            sampler_id=sampling_id(entry.session_id, number),
+            session_id=entry.session_id,
+            base_model=entry.base_model,
+            path=path,
+            follows=client.model_id if is_inflight else None,
+        )
+        self._clients.open_sampling(sampling)
+        self._checkpoints.sweep(kept_snapshots=self._settings.limits.kept_snapshots)
+        return Answer.of(sampling_session_id=sampling.sampler_id, type="save_weights_for_sampler")
+
+    def _load(self, client: TrainingClient, request: LoadWeights) -> Answer:
+        saved = self._checkpoints.find(request.path)
+        if saved.segment != "weights":
+            raise RefusedError(f"{request.path} has no state to train from; load one of save_state.", param="path")
+        folder = self._checkpoints.folder_of(request.path)
+        self._learner.load(client.model_id, folder, with_optimizer=request.optimizer)
+        client.broken = None
+        self._clients.stepped(client, saved.step if request.optimizer else 0)
+        return Answer.of(path=request.path, model_id=client.model_id, type="load_weights")
+
+
+def _record(client: TrainingClient, path: str, request: SaveWeights | SaveWeightsForSampler) -> Saved:
+    return Saved(
+        path=path,
+        base_model=client.entry.base_model,
+        rank=client.entry.rank,
+        step=client.step,
+        saved_at=time.time(),
+        user_metadata=request.user_metadata,
+        expires_at=expiry(request.ttl_seconds),
+        is_snapshot=request.path is None and isinstance(request, SaveWeightsForSampler),
+    )
