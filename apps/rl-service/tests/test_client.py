@@ -1,7 +1,10 @@
 """Programs written for the tinker client run unchanged, on a real learner and a real engine."""
 
 import asyncio
+import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,6 +189,72 @@ def test_saved_weights_are_listed_and_removed(server, client):
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.NotFoundError, match="no saved weights at"):
         client.create_sampling_client(model_path=path).result()
+
+
+def test_two_clients_at_once_get_what_each_would_get_alone(server):
+    def trained(steps, learning_rate, barrier=None):
+        client = server.client()
+        trainer = client.create_lora_training_client(base_model=NAME, rank=4, seed=int(1e4 * learning_rate)).result()
+        found = []
+        for _ in range(steps):
+            if barrier is not None:
+                barrier.wait(60)
+            step(trainer, learning_rate=learning_rate)
+            sampler = trainer.save_weights_and_get_sampling_client().result()
+            sample = sampler.sample(prompt(TOKENS[:3]), 1, types.SamplingParams(max_tokens=6, seed=5)).result()
+            found.append((sample.sequences[0].tokens, sample.sequences[0].logprobs))
+        client.close("success").result()
+        return found
+
+    rates, barrier = (1e-2, 3e-3), threading.Barrier(2)
+    alone = [trained(3, rate) for rate in rates]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda rate: trained(3, rate, barrier), rates))
+    assert together == alone
+    assert alone[0] != alone[1]
+
+
+def test_a_restarted_server_says_what_was_lost_and_continues_from_what_was_saved(settings, tmp_path):
+    settings = settings.model_copy(update={"server": replace(settings.server, folder=tmp_path)})
+    server = Server(settings)
+    client = server.client()
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    step(trainer)
+    path = trainer.save_state("first").result().path
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    saved = sampler.compute_logprobs(prompt()).result()
+    step(trainer)
+    server.close()
+    port = int(server.address.rpartition(":")[2])
+    server = Server(settings.model_copy(update={"server": replace(settings.server, port=port)}))
+    lost = f"the server was restarted after its step 2. Its last saved state is {path}, of step 1"
+    with pytest.raises(tinker.BadRequestError, match=re.escape(lost)):
+        trainer.forward([datum()], "cross_entropy").result()
+    assert sampler.compute_logprobs(prompt()).result() == saved
+    again = client.create_training_client_from_state_with_optimizer(path).result()
+    np.testing.assert_allclose(logprobs_of(again.forward([datum()], "cross_entropy").result()), saved[1:], atol=1e-4)
+    assert again.optim_step(types.AdamParams()).result().metrics["step"] == 2.0
+    client.close("success").result()
+    server.close()
+
+
+def test_all_weights_train_for_one_client_at_a_time(settings, tmp_path):
+    own = {"server": replace(settings.server, folder=tmp_path), "lora": AdapterSettings(max_rank=0)}
+    server = Server(settings.model_copy(update=own))
+    client = server.client()
+    trainer = client.create_lora_training_client(base_model=NAME, rank=32).result()
+    assert not trainer.get_info().is_lora
+    before = trainer.forward([datum()], "cross_entropy").result()
+    base = client.create_sampling_client(base_model=NAME).result()
+    step(trainer, learning_rate=1e-3)
+    after = trainer.forward([datum()], "cross_entropy").result()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    for served, wanted in ((sampler, after), (base, before)):
+        np.testing.assert_allclose(served.compute_logprobs(prompt()).result()[1:], logprobs_of(wanted), atol=1e-4)
+    with pytest.raises(tinker.RequestFailedError, match="trains all weights, so nobody else can"):
+        client.create_lora_training_client(base_model=NAME, rank=32).result()
+    client.close("success").result()
+    server.close()
 
 
 def test_a_wrong_key_and_a_wrong_model_are_refused_by_name(server, client):
