@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_distill.megatron import rank_model, setup
 from rl_distill.megatron.layers import _RMSNormFunction
 from rl_distill.megatron.parallel import initialize_groups
-from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.setup import ModelPlan, fill_weights
 from rl_distill.options import ParallelOptions
 
@@ -208,7 +208,7 @@ class StepMemory(MemTracker):
         return 0, 0
 
 
-def step_memory(model: RankModel, objective: Any, step: Callable[[Any], Any]) -> dict[str, int]:
+def step_memory(model: RankTrainer, objective: Any, step: Callable[[Any], Any]) -> dict[str, int]:
     """Return the bytes of everything on the GPU, measured with torch's tracker.
 
     Args:
@@ -231,7 +231,7 @@ def step_memory(model: RankModel, objective: Any, step: Callable[[Any], Any]) ->
     return found | {"peak": tracker.get_tracker_snapshot("peak")[META]["Total"]}
 
 
-def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:
+def build(plan: ModelPlan, *, is_large: bool = False) -> RankTrainer:
     """Build this rank's part of a model.
 
     Args:
@@ -240,7 +240,7 @@ def build(plan: ModelPlan, *, is_large: bool = False) -> RankModel:
     """
     large = [(setup, "random_tensor", _without_memory)] if is_large else []
     with replaced((setup, "fill_weights", _fill_weights), *large):
-        return RankModel(plan, device=META)
+        return RankTrainer(plan, device=META)
 
 
 def _fill_weights(model: torch.nn.Module, *args: Any) -> None:

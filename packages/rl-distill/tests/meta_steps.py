@@ -19,7 +19,7 @@ from rl_core.data.ragged import offsets_of
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.rank_batches import RankShare
-from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.objectives import (
     DistillationObjective,
@@ -126,7 +126,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         return found | _tensors_of(model) | {"operations": sorted(mode.operations)}
 
 
-def _step(model: RankModel, share: RankShare, name: str) -> dict[str, Any]:
+def _step(model: RankTrainer, share: RankShare, name: str) -> dict[str, Any]:
     config = model.plan.source.config
     if name == "whole distributions":
         rows = config.vocab_size // model.plan.parallel.tensor
@@ -134,16 +134,17 @@ def _step(model: RankModel, share: RankShare, name: str) -> dict[str, Any]:
     objective = Watched(OBJECTIVES[name])
     is_policy = model.plan.head == "policy"
     scored = model.score(share, temperature=1.0, top_k=TOP_K if is_policy else None)
-    step = model.train_step(share, objective, temperature=0.9, with_entropy=is_policy, with_tokens=True)
+    found = model.train_step(share, objective, temperature=0.9, with_entropy=is_policy, with_tokens=True)
+    result, step = (None, None) if found is None else found
     return {
         "scored": None if scored is None else {name: (list(of.shape), str(of.dtype)) for name, of in scored.items()},
         "is_applied": None if step is None else step.is_applied,
-        "computed_tokens": None if step is None else step.computed_tokens,
+        "computed_tokens": None if result is None else result.computed_tokens,
         "seen": sorted(objective.seen),
     }
 
 
-def _tensors_of(model: RankModel) -> dict[str, Any]:
+def _tensors_of(model: RankTrainer) -> dict[str, Any]:
     """Return devices, dtypes and bytes of a model's tensors, and the exported pieces."""
     exported = model.tensors.export("weights", on_host=False)
     kept = dict(zip(("weights", "gradients", "optimizer"), model.tensors.kept(), strict=True))

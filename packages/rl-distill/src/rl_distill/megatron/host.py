@@ -32,6 +32,7 @@ from rl_distill.megatron.parallel import (
 )
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_tensors import Exported, States
+from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import ParallelOptions
 
@@ -84,7 +85,7 @@ class RankHost:
             Number of the model's parameters whose primary copy is on this rank (the sum over ranks is the total), and
             whether the attention can share prefixes.
         """
-        model = self._models[name] = RankModel(plan)
+        model = self._models[name] = RankTrainer(plan) if plan.trains else RankModel(plan)
         return model.tensors.num_parameters(), model.shares_prefixes
 
     def run(self, name: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from rl_distill.learner import (
 )
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, in_batch_order, joined
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import AdamOptions, LoraOptions
@@ -106,11 +107,11 @@ class MegatronLearner(TrainedModel):
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter; see `rl_distill.learner.MultiAdapterLearner`."""
         self._check_waits(name)
-        self._call_all(RankModel.drop_adapter, name)
+        self._call_all(RankTrainer.drop_adapter, name)
         self._waiting_adapters.remove(name)
 
     def _switch_adapter(self, name: str, *, seed: int) -> None:
-        self.step, self._num_waiting = self._call_all(RankModel.select_adapter, name, seed=seed)[0]
+        self.step, self._num_waiting = self._call_all(RankTrainer.select_adapter, name, seed=seed)[0]
         self._waiting_adapters = (self._waiting_adapters | {self.adapter}) - {name}
         self.adapter = name
 
@@ -173,19 +174,19 @@ class MegatronLearner(TrainedModel):
         check_loss_weights(batch, who="forward_backward")
         shares, rows = self._shares(batch)
         wanted = {"temperature": temperature, "with_entropy": with_entropy, "with_tokens": with_tokens}
-        results = self._call_shares(RankModel.forward_backward, shares, objective, **wanted)
+        results = self._call_shares(RankTrainer.forward_backward, shares, objective, **wanted)
         self._num_waiting += 1
         return joined(batch, rows, results)
 
     def optim_step(self, options: AdamOptions | None = None) -> OptimStepResult:
         """Take one optimizer step with the gradients that wait; see `rl_distill.learner.AccumulatingLearner`."""
-        result = self._call_all(RankModel.optim_step, options)[0]
+        result = self._call_all(RankTrainer.optim_step, options)[0]
         self.step, self._num_waiting = result.step, 0
         return result
 
     def zero_grad(self) -> None:
         """Discard the gradients that wait for `optim_step`."""
-        self._call_all(RankModel.zero_grad)
+        self._call_all(RankTrainer.zero_grad)
         self._num_waiting = 0
 
     @converts_arguments
@@ -199,7 +200,7 @@ class MegatronLearner(TrainedModel):
             SettingsError: A teacher's vocabulary is smaller than the policy's.
             DataError: A file or tensor is missing or incomplete.
         """
-        self._call_all(RankModel.load_teacher_heads, list(folders))
+        self._call_all(RankTrainer.load_teacher_heads, list(folders))
 
 
 @dataclass(frozen=True, slots=True)

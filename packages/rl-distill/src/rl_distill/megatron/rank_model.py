@@ -1,9 +1,8 @@
 """One rank's part of a model, which processes the rank's share of a batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,40 +15,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.data import Batch
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import SettingsError
 from rl_core.weights.broadcast import RankOffer, SenderOptions, WeightSender, offer_from_rank
 from rl_distill.architecture.memory import RankMemory
-from rl_distill.checkpoints.hf_folder import read_heads
-from rl_distill.learner import FIRST_ADAPTER, Objective, OptimStepResult
-from rl_distill.megatron.adapters import KeptAdapter
 from rl_distill.megatron.attention.layout import rotary_frequencies
 from rl_distill.megatron.images import RankImages, load_images
-from rl_distill.megatron.lora import base_alone, drawing_by
+from rl_distill.megatron.lora import base_alone
 from rl_distill.megatron.model import OutputRequest, TokenResults
 from rl_distill.megatron.optimizer import MegatronAdam, Offloaded, RankAdam
-from rl_distill.megatron.overlap import gather_weights, mark_stale
+from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import RankPosition, learner_device, shards_of_this_rank
 from rl_distill.megatron.rank_batches import (
-    Gathered,
     PlacedPack,
     RankShare,
-    ShareResult,
     Sharing,
     on_device,
     padded_length,
     place_pack,
-    unknown_experts,
 )
 from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.setup import ModelPlan, build_chunks
 from rl_distill.megatron.sharded import ShardedAdam, drop_gathered
 from rl_distill.megatron.transformers_chunk import TransformersModel
-from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
-from rl_distill.options import AdamOptions
 from rl_distill.packing import Pack, pack_rows, scored_tokens
-from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.products import chosen_products, computing_with
-from rl_distill.stepping import adam_at
 
 
 class RankModel:
@@ -79,7 +68,6 @@ class RankModel:
         self.place = RankPosition.of_this_rank()
         self.step = 0
         self._losses: list[float] = []
-        self._adapter, self._kept_adapters = FIRST_ADAPTER, dict[str, KeptAdapter]()
         self._device = device or learner_device()
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
         self._chunks = build_chunks(plan, self._shards, device=self._device)
@@ -95,12 +83,9 @@ class RankModel:
             model.settle(self._place, self._images)
             self.shares_prefixes &= model.shares_prefixes
         drop_gathered(self._chunks)
-        self._teacher_heads: list[Tensor] = []
         self._routed = [0, 0]
         adam = _optimizer(plan, self._chunks) if plan.trains else None
         self.tensors = RankTensors(plan, self._chunks, self._shards, adam)
-        if adam is not None and plan.options.offload_optimizer and self._device.type != "cpu":
-            self.keep_optimizer_on_host()
         self.sender = WeightSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = None if plan.parallel.shard_weights else _finalize_without_division
@@ -145,121 +130,6 @@ class RankModel:
         parts = [named for _, named in sorted(results, key=lambda pair: pair[0])]
         return {name: torch.cat([part[name] for part in parts]).numpy() for name in (parts[0] if parts else ())}
 
-    def train_step(
-        self, share: RankShare, /, objective: Objective, **wanted: Any
-    ) -> tuple[ShareResult, OptimStepResult] | None:
-        """Take one optimizer step; None on ranks that do not report. See `forward_backward` and `optim_step`."""
-        result, gathered = self._add_gradients(share, objective, **wanted)
-        stepped = self.optim_step()
-        if result is None:
-            return None
-        broken = () if stepped.is_applied else gathered.broken_rows()
-        return replace(result, broken_rows=broken), stepped
-
-    def forward_backward(self, share: RankShare, /, objective: Objective, **wanted: Any) -> ShareResult | None:
-        """Add a share's gradients to those that wait for `optim_step`; None on ranks that do not report."""
-        result, gathered = self._add_gradients(share, objective, **wanted)
-        if result is None or np.isfinite(result.loss):
-            return result
-        return replace(result, broken_rows=gathered.broken_rows())
-
-    def optim_step(self, options: AdamOptions | None = None) -> OptimStepResult:
-        """Take one optimizer step with the gradients that wait; see `rl_distill.learner.AccumulatingLearner`."""
-        adam, loss = self.tensors.adam, sum(self._losses)
-        options = options or adam_at(self.step + 1, self.plan.options)
-        if not self._losses:
-            adam.zero_grad()
-        self._losses = []
-        grad_norm = adam.grad_norm() if np.isfinite(loss) else float("nan")
-        is_applied = bool(np.isfinite(loss) and np.isfinite(grad_norm))
-        if is_applied:
-            self.sender.withdraw()
-            mark_stale(self._chunks)
-            adam.step(grad_norm, options)
-            self.step += 1
-        return OptimStepResult(
-            step=self.step, grad_norm=grad_norm, learning_rate=options.learning_rate, is_applied=is_applied
-        )
-
-    def zero_grad(self) -> None:
-        """Discard the gradients that wait for `optim_step`."""
-        self._losses = []
-
-    def select_adapter(self, name: str, *, seed: int) -> tuple[int, int]:
-        """Set the adapter in training aside and continue another one, which starts now if the name is new.
-
-        Args:
-            name: Name of the adapter.
-            seed: Seed of a new adapter.
-
-        Returns:
-            The adapter's steps, and the number of its batches whose gradients wait.
-        """
-        self.sender.withdraw()
-        kept = KeptAdapter.of_rank(self.tensors, losses=self._losses, step=self.step)
-        self._kept_adapters[self._adapter], self._adapter = kept, name
-        if name in self._kept_adapters:
-            found = self._kept_adapters.pop(name)
-            found.restore(self.tensors)
-            self.step, self._losses = found.step, list(found.losses)
-        else:
-            self.tensors.start_adapter(seed)
-            self.step, self._losses = 0, []
-        return self.step, len(self._losses)
-
-    def drop_adapter(self, name: str) -> None:
-        """Free an adapter that is not in training."""
-        del self._kept_adapters[name]
-
-    def _add_gradients(
-        self,
-        share: RankShare,
-        objective: Objective,
-        *,
-        temperature: float,
-        with_entropy: bool = False,
-        with_tokens: bool = False,
-    ) -> tuple[ShareResult | None, Gathered]:
-        """Add a share's gradients to those that wait, or leave these unchanged after an error."""
-        gathered = Gathered()
-
-        def evaluate(index: int, placed: PlacedPack, scores: TokenResults) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # noqa: ARG001
-            values = placed.spread(scores.values)
-            entropy = None
-            if (with_entropy or with_tokens) and scores.entropy is not None:
-                entropy = placed.spread(scores.entropy)
-            measured = {name: placed.spread(of) for name, of in scores.others.items()}
-            if len(placed.pack.rows):
-                micro_batch = with_columns(placed.pack.micro_batch, measured)
-                loss, sums = objective(values, entropy if with_entropy else None, micro_batch)
-                if not loss.requires_grad:
-                    raise DataError("the objective's loss has no gradient. Do not detach the logprobs.")
-                scored = {"policy_logprobs": values} | ({} if entropy is None else {"entropy": entropy})
-                gathered.add(placed.pack, values + measured.get(LOSSES, 0.0), loss, sums, scored=scored)
-            else:
-                loss = scores.trained * 0.0
-            return loss, torch.zeros((), dtype=torch.int), {}
-
-        mask = "loss_mask" if "loss_mask" in share.batch else None
-        comparison = comparison_of(objective)
-        wanted = OutputRequest(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
-        packs = self._packs(share)
-        with self.tensors.adam.adding(has_gradients=bool(self._losses)), self._dropping():
-            self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
-        own_loss, metrics = gathered.totals()
-        loss = _total(own_loss if self.place.answers else 0.0)
-        self._losses.append(loss)
-        routing = self._routing(packs) if ROUTED_EXPERTS in share.batch else {}
-        if not self.place.answers:
-            return None, gathered
-        result = ShareResult(
-            loss=loss,
-            metrics=metrics | routing,
-            tokens=gathered.tokens(share.batch) if with_tokens else {},
-            computed_tokens=sum(pack.forest.num_computed for pack in packs),
-        )
-        return result, gathered
-
     def _own_models(self) -> list[TransformersModel]:
         """Return the chunks that transformers computes."""
         modules = (module for chunk in self._chunks for module in chunk.modules())
@@ -288,44 +158,6 @@ class RankModel:
             )
         return share.packs()
 
-    def _routing(self, packs: Sequence[Pack]) -> dict[str, tuple[float, float]]:
-        """Return the routing metrics of replayed experts as (weighted sum, weight); every rank calls it together.
-
-        The routers count rows over all ranks, and the first share reports those counts. Each share reports its own
-        tokens.
-        """
-        replayed, rerouted = (_total(float(count)) for count in self._routed)
-        mixture = self.plan.source.config.mixture
-        totals = {"router/unknown_share": unknown_experts(packs, mixture.layers if mixture is not None else ())}
-        return totals if self.place.data else {"router/rerouted_share": (rerouted, replayed), **totals}
-
-    def load_teacher_heads(self, folders: Sequence[Path]) -> None:
-        """Read this rank's vocabulary slices of the teachers' output matrices, in the order of their index."""
-        shard = self._shards[-1]
-        if shard.has_head:
-            self._teacher_heads = read_heads(
-                folders,
-                self.plan.source.config,
-                dtype=self.plan.dtype,
-                device=self._device,
-                rank=shard.tensor_rank,
-                num_ranks=shard.tensor_size,
-            )
-
-    def _dropping(self) -> AbstractContextManager[None]:
-        """Return the adapter's dropout context, seeded by the step so that a repeated step drops the same units.
-
-        Each batch of a step drops other units.
-        """
-        if not self.plan.lora.dropout:
-            return nullcontext()
-        groups = (
-            parallel_state.get_data_parallel_rank(with_context_parallel=True),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        later_batch = (len(self._losses),) if self._losses else ()
-        return drawing_by((self.plan.options.seed, self.step, *groups, *later_batch))
-
     def offload(self) -> int:
         """Free memory until the next call, which restores everything; return the bytes freed.
 
@@ -341,10 +173,6 @@ class RankModel:
             if self._device.type != "cpu":
                 torch.cuda.empty_cache()
         return self._offloaded.num_bytes
-
-    def keep_optimizer_on_host(self) -> None:
-        """Keep the optimizer's state in host memory between steps from now on."""
-        self.tensors.adam.keep_on_host()
 
     def reload(self) -> None:
         """Restore what `offload` freed."""
@@ -445,7 +273,7 @@ def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:
     )
 
 
-def _total(value: float) -> float:
+def total_over_ranks(value: float) -> float:
     """Return the sum of a number over all ranks; NaN and infinity propagate to every rank."""
     if dist.get_world_size() == 1:
         return value  # the process group of an engine in this process may not support CPU tensors

@@ -42,6 +42,7 @@ from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_batches import RankShare, ShareResult
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_tensors import Exported
+from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import LoraOptions, ParallelOptions
@@ -174,14 +175,14 @@ class RankedModel:
         return shares, rows
 
     def _call_all(
-        self, method: Callable[Concatenate[RankModel, Options], Answer], *args: Options.args, **kwargs: Options.kwargs
+        self, method: Callable[Concatenate[RankTrainer, Options], Answer], *args: Options.args, **kwargs: Options.kwargs
     ) -> list[Answer]:
         """Call a method of the model on every rank."""
         return self._ranks.call_all(RankHost.run, self._name, method.__name__, args, kwargs)
 
     def _call_shares(
         self,
-        method: Callable[Concatenate[RankModel, RankShare, Options], Answer | None],
+        method: Callable[Concatenate[RankTrainer, RankShare, Options], Answer | None],
         shares: Sequence[RankShare],
         *args: Options.args,
         **kwargs: Options.kwargs,
@@ -235,7 +236,7 @@ class TrainedModel(RankedModel):
         check_temperature(temperature)
         check_trainable(batch)
         shares, rows = self._shares(batch)
-        parts = self._call_shares(RankModel.train_step, shares, objective, temperature=temperature, **wanted)
+        parts = self._call_shares(RankTrainer.train_step, shares, objective, temperature=temperature, **wanted)
         result, stepped = joined(batch, rows, [share for share, _ in parts]), parts[0][1]
         self.step = stepped.step
         return StepResult(
