@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl_core.data.batch import Batch
 from rl_core.errors import NotReadyError, SettingsError
+from rl_core.weights import LORA_A
 from rl_distill.checkpoints.pieces import Piece, TensorFolder
 from rl_distill.learner import FIRST_ADAPTER
 from rl_distill.megatron.learner import MegatronLearner
@@ -133,6 +134,38 @@ def test_a_new_adapter_is_the_first_of_a_learner_with_its_seed(build: Any, make_
         assert torch.equal(tensor, wanted[name]), name
     learner.add_adapter("third")
     assert not torch.equal(next(iter(learner.export_adapter().values())), next(iter(wanted.values())))
+
+
+@pytest.mark.parametrize("case", ["one", "tensor"])
+def test_an_adapter_may_have_a_lower_rank_and_leave_modules_alone(case: str, build: Any, make_batch: MakeBatch):
+    learner = build(case, "learner")
+    learner.add_adapter("second", rank=1, frozen=["*.mlp.*"])
+    for seed in range(3):
+        learner.train_step(make_batch(LENGTHS, seed=seed), supervised_objective)
+    for name, tensor in learner.export_adapter().items():
+        is_a = name.endswith(LORA_A)
+        first, rest = (tensor[:1], tensor[1:]) if is_a else (tensor[:, :1], tensor[:, 1:])
+        assert not rest.any()
+        assert bool(first.any()) == (".mlp." not in name), name
+    for rank in (0, 3):
+        with pytest.raises(SettingsError, match=f"must have rank 1 to 2, the learner's; found {rank}"):
+            learner.add_adapter("third", rank=rank)
+
+
+def test_weights_load_without_their_optimizer(build: Any, make_batch: MakeBatch, tmp_path: Path):
+    learner, batch = build("one", "learner", warmup_steps=0), make_batch(LENGTHS)
+    learner.train_step(batch, supervised_objective)
+    learner.save(tmp_path / "first")
+    saved = {name: tensor.clone() for name, tensor in learner.export_adapter().items()}
+    learner.add_adapter("second")
+    learner.load(tmp_path / "first", with_optimizer=False)
+    assert learner.step == 0
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in learner.export_adapter().items())
+    anew = learner.train_step(batch, supervised_objective), contents(learner, tmp_path / "anew")
+    learner.load(tmp_path / "first")
+    continued = learner.train_step(batch, supervised_objective), contents(learner, tmp_path / "continued")
+    assert (anew[0].step, continued[0].step) == (1, 2)
+    assert any(not torch.equal(tensor, continued[1][name]) for name, tensor in anew[1].items())
 
 
 def test_waiting_gradients_belong_to_their_adapter(build: Any, make_batch: MakeBatch, tmp_path: Path):

@@ -1,6 +1,6 @@
 """Protocols of learners: logprobs, optimizer steps, weights, checkpoints."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Protocol
@@ -287,15 +287,19 @@ class MultiAdapterLearner(AdapterLearner, AccumulatingLearner, Protocol):
         """Name of the selected adapter; at first `FIRST_ADAPTER`."""
         ...
 
-    def add_adapter(self, name: str, *, seed: int | None = None) -> None:
+    def add_adapter(
+        self, name: str, *, seed: int | None = None, rank: int | None = None, frozen: Sequence[str] = ()
+    ) -> None:
         """Start an adapter as the learner started its first one, and select it.
 
         Args:
             name: A name that no other adapter has.
             seed: Seed of A; None uses the learner's.
+            rank: Its rank, at most the learner's, whose scaling and shapes it has: the rest of A and B stays 0.
+            frozen: Shell patterns of Hugging Face names, such as "*.mlp.*", of modules whose A and B stay 0.
 
         Raises:
-            SettingsError: Another adapter has this name.
+            SettingsError: Another adapter has this name, or the rank is not possible.
             NotReadyError: The learner trains all weights.
         """
         ...
@@ -306,6 +310,10 @@ class MultiAdapterLearner(AdapterLearner, AccumulatingLearner, Protocol):
         Raises:
             SettingsError: No adapter has this name.
         """
+        ...
+
+    def load(self, directory: Path, *, with_optimizer: bool = True) -> None:
+        """Resume from a checkpoint that `save` wrote, or start at step 0 with its weights."""
         ...
 
     def drop_adapter(self, name: str) -> None:

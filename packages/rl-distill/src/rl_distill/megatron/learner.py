@@ -33,6 +33,7 @@ from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, in_batch_order, joined
 from rl_distill.megatron.ranks import LearnerRanks
+from rl_distill.megatron.setup import FirstAdapter
 from rl_distill.options import AdamOptions, LoraOptions
 from rl_distill.stepping import check_loss_weights, check_temperature
 
@@ -90,19 +91,25 @@ class MegatronLearner(TrainedModel):
             raise NotReadyError("this learner trains all weights and has no adapter. Set lora.rank above 0.")
         return self._export("adapter", [PEFT_PREFIX + name for name in self._saved_shapes()])
 
-    def add_adapter(self, name: str, *, seed: int | None = None) -> None:
+    def add_adapter(
+        self, name: str, *, seed: int | None = None, rank: int | None = None, frozen: Sequence[str] = ()
+    ) -> None:
         """Start another adapter and select it; see `rl_distill.learner.MultiAdapterLearner`."""
         if not self._lora.rank:
             raise NotReadyError("this learner trains all weights and has no adapter. Set lora.rank above 0.")
         if name in {self.adapter, *self._waiting_adapters}:
             raise SettingsError(f"there is already an adapter {name!r}. Choose another name, or drop it first.")
-        self._switch_adapter(name, seed=self._options.seed if seed is None else seed)
+        most = self._lora.rank
+        if rank is not None and not 1 <= rank <= most:
+            raise SettingsError(f"an adapter must have rank 1 to {most}, the learner's; found {rank}.")
+        seed = self._options.seed if seed is None else seed
+        self._switch_adapter(name, FirstAdapter(seed=seed, rank=rank or most, frozen=tuple(frozen)))
 
     def select_adapter(self, name: str) -> None:
         """Continue another adapter; see `rl_distill.learner.MultiAdapterLearner`."""
         if name != self.adapter:
             self._check_waits(name)
-            self._switch_adapter(name, seed=0)
+            self._switch_adapter(name)
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter; see `rl_distill.learner.MultiAdapterLearner`."""
@@ -110,8 +117,8 @@ class MegatronLearner(TrainedModel):
         self._call_all(RankTrainer.drop_adapter, name)
         self._waiting_adapters.remove(name)
 
-    def _switch_adapter(self, name: str, *, seed: int) -> None:
-        self.step, self._num_waiting = self._call_all(RankTrainer.select_adapter, name, seed=seed)[0]
+    def _switch_adapter(self, name: str, first: FirstAdapter | None = None) -> None:
+        self.step, self._num_waiting = self._call_all(RankTrainer.select_adapter, name, first)[0]
         self._waiting_adapters = (self._waiting_adapters | {self.adapter}) - {name}
         self.adapter = name
 

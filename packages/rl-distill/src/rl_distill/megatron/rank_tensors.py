@@ -19,7 +19,7 @@ from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.optimizer import Parameters, RankAdam
 from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import group_of_copies
-from rl_distill.megatron.setup import ModelPlan, chunk_blocks, fill_adapter
+from rl_distill.megatron.setup import FirstAdapter, ModelPlan, chunk_blocks, fill_adapter
 
 States = Mapping[str, Sequence[Mapping[str, Tensor]]]
 """float32 weights and moments: by kind, one mapping per model chunk of the rank, by Megatron's name."""
@@ -138,12 +138,12 @@ class RankTensors:
         self.adam.start_moments()
         return [*adapter, *self.adam.tensors()]
 
-    def start_adapter(self, seed: int) -> None:
-        """Start a new adapter in place of the one in training, as the model's first one would with this seed."""
-        plan = replace(self._plan, options=replace(self._plan.options, seed=seed))
+    def start_adapter(self, first: FirstAdapter) -> None:
+        """Start a new adapter in place of the one in training, as the model's first one would with its seed."""
+        plan = replace(self._plan, options=replace(self._plan.options, seed=first.seed))
         with torch.no_grad(), self.adam.on_device():
             for adapter, parameters, shard in zip(self._adapter(), self._parameters(), self._shards, strict=True):
-                fill_adapter(adapter, plan, shard)
+                fill_adapter(adapter, plan, shard, first)
                 master = {name: parameter.detach().float() for name, parameter in parameters.items()}
                 self.adam.load(parameters, step=0, moments={}, master=master if plan.dtype != torch.float32 else None)
 

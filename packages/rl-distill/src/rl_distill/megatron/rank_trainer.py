@@ -20,7 +20,7 @@ from rl_distill.megatron.overlap import mark_stale
 from rl_distill.megatron.rank_batches import Gathered, PlacedPack, RankShare, ShareResult, unknown_experts
 from rl_distill.megatron.rank_model import RankModel, total_over_ranks
 from rl_distill.megatron.rank_tensors import RankTensors
-from rl_distill.megatron.setup import ModelPlan
+from rl_distill.megatron.setup import FirstAdapter, ModelPlan
 from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
 from rl_distill.options import AdamOptions
 from rl_distill.packing import Pack
@@ -79,12 +79,12 @@ class RankTrainer(RankModel):
         """Discard the gradients that wait for `optim_step`."""
         self._losses = []
 
-    def select_adapter(self, name: str, *, seed: int) -> tuple[int, int]:
-        """Set the adapter in training aside and continue another one, which starts now if the name is new.
+    def select_adapter(self, name: str, first: FirstAdapter | None = None) -> tuple[int, int]:
+        """Set the adapter in training aside and continue another one, or start one.
 
         Args:
             name: Name of the adapter.
-            seed: Seed of a new adapter.
+            first: How a new adapter starts; None continues one.
 
         Returns:
             The adapter's steps, and the number of its batches whose gradients wait.
@@ -92,12 +92,12 @@ class RankTrainer(RankModel):
         self.sender.withdraw()
         kept = KeptAdapter.of_rank(self.tensors, losses=self._losses, step=self.step)
         self._kept_adapters[self._adapter], self._adapter = kept, name
-        if name in self._kept_adapters:
+        if first is None:
             found = self._kept_adapters.pop(name)
             found.restore(self.tensors)
             self.step, self._losses = found.step, list(found.losses)
         else:
-            self.tensors.start_adapter(seed)
+            self.tensors.start_adapter(first)
             self.step, self._losses = 0, []
         return self.step, len(self._losses)
 

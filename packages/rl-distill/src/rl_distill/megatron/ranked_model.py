@@ -314,8 +314,12 @@ class TrainedModel(RankedModel):
         return pending
 
     @converts_arguments
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, with_optimizer: bool = True) -> None:
         """Continue from `save`, whatever the parallel layout it was written with.
+
+        Args:
+            directory: The checkpoint.
+            with_optimizer: Continue the optimizer too; False starts at step 0 with the weights.
 
         Raises:
             CheckpointError: The checkpoint is missing, incomplete or of another model; the learner is unchanged.
@@ -328,6 +332,7 @@ class TrainedModel(RankedModel):
         if any(problems):
             self._ranks.call_all(RankHost.forget_state, self._name)
             raise CheckpointError(next(problem for problem in problems if problem))
+        step = step if with_optimizer else 0
         self._ranks.call_all(RankHost.apply_state, self._name, step=step)
         self.step = step
 

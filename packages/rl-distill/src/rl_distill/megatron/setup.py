@@ -1,5 +1,6 @@
 """Build this rank's part of a model: chunks, weights, and Megatron's data parallelism around them."""
 
+import fnmatch
 import hashlib
 import math
 import warnings
@@ -12,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from rl_core.weights import LORA_B
+from rl_core.weights import LORA_A, LORA_B
 from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.tensor_shapes import output_name
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
@@ -168,13 +169,37 @@ def _adapter_alone(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if PARAMETER in name}
 
 
-def fill_adapter(adapter: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstAdapter:
+    """The start of an adapter.
+
+    Attributes:
+        seed: Seed of A.
+        rank: Its rank; the rows of A beyond it are 0, and stay 0 because B's columns are.
+        frozen: Shell patterns of modules whose A is 0.
+    """
+
+    seed: int
+    rank: int
+    frozen: tuple[str, ...] = ()
+
+    def limit(self, name: str, whole: Tensor) -> Tensor:
+        """Return a whole matrix without what does not train."""
+        if name.endswith(LORA_A):
+            whole[0 if any(fnmatch.fnmatchcase(name, one) for one in self.frozen) else self.rank :] = 0
+        return whole
+
+
+def fill_adapter(
+    adapter: Mapping[str, Tensor], plan: ModelPlan, shard: Shard, first: FirstAdapter | None = None
+) -> None:
     """Fill a chunk's A and B from the adapter's folder; without one, B is 0 as in peft."""
     saved = None
     if plan.lora.path is not None:
         saved = read_adapter(plan.lora.path, plan.lora, adapted_modules(plan.source.config, plan.lora))
     for block in chunk_blocks(adapter, plan, shard):
         whole = _first_adapter(block, plan) if saved is None else saved[block.name]
+        whole = whole if first is None else first.limit(block.name, whole)
         block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 
