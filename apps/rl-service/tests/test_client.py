@@ -257,6 +257,20 @@ def test_all_weights_train_for_one_client_at_a_time(settings, tmp_path):
     server.close()
 
 
+def test_adapters_of_lower_rank_and_weights_without_their_optimizer(client):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=2, train_mlp=False).result()
+    assert trainer.get_info().lora_rank == 2
+    step(trainer)
+    path = trainer.save_state("state").result().path
+    wanted = logprobs_of(trainer.forward([datum()], "cross_entropy").result()).tolist()
+    other = client.create_training_client_from_state(path).result()
+    assert other.get_info().lora_rank == 2
+    assert logprobs_of(other.forward([datum()], "cross_entropy").result()).tolist() == wanted
+    assert other.optim_step(types.AdamParams()).result().metrics["step"] == 1.0
+    with pytest.raises(tinker.RequestFailedError, match=r"lora_config.rank must be 1 to lora.max_rank = 4; found 32"):
+        client.create_lora_training_client(base_model=NAME).result()
+
+
 def test_a_wrong_key_and_a_wrong_model_are_refused_by_name(server, client):
     with pytest.raises(tinker.AuthenticationError, match="needs its key"):
         tinker.ServiceClient(base_url=server.address, api_key=f"tml-{'x' * 40}").create_sampling_client(

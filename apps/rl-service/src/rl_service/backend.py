@@ -54,6 +54,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 BASE = "base"
 WEIGHTS_FILE, CANARY_FILE = "adapter_model.safetensors", "canary.json"
+MLP, ATTENTION = ("*.mlp.*", "*.feed_forward.*", "*_moe.*"), ("*attn.*", "*attention.*")
+"""Names of the modules that a client may leave alone."""
 NUM_CANARIES, CANARY_TOKENS = 4, 24
 
 
@@ -125,14 +127,11 @@ class LearnerBackend:
         most = self._settings.lora.max_rank
         if not most:
             return self._create_full(model_id)
-        if lora is None or lora.rank != most:
-            raise RefusedError(
-                f"lora_config.rank must be lora.max_rank = {most}; found {lora and lora.rank}.", param="rank"
-            )
-        if not lora.train_mlp or not lora.train_attn:
-            raise RefusedError("train_mlp and train_attn must be true.", param="train_mlp")
-        self._learner.add_adapter(model_id, seed=lora.seed)
-        return most
+        if lora is None or not 1 <= lora.rank <= most:
+            raise RefusedError(f"lora_config.rank must be 1 to lora.max_rank = {most}; found {lora and lora.rank}.")
+        frozen = [*(() if lora.train_mlp else MLP), *(() if lora.train_attn else ATTENTION)]
+        self._learner.add_adapter(model_id, seed=lora.seed, rank=lora.rank, frozen=frozen)
+        return lora.rank
 
     def _create_full(self, model_id: str) -> int:
         if self._owner is not None:
@@ -185,9 +184,7 @@ class LearnerBackend:
             CheckpointError: The folder is damaged or of another model.
         """
         self.drop_gradients(model_id)
-        if not with_optimizer:
-            raise RefusedError("weights without their optimizer cannot be loaded yet.")
-        self._learner.load(folder)
+        self._learner.load(folder, with_optimizer=with_optimizer)
 
     def save_sampler(self, model_id: str, folder: Path) -> None:
         """Write the weights to sample from, with the learner's logprobs for their proof; adapters in peft's format."""
