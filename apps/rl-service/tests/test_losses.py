@@ -42,6 +42,7 @@ REFUSED = [
     ([datum([])], r"data\[0\].model_input must have at least one token"),
     ([datum([1, 2], [3, 4])], r"data\[0\].target_tokens must be the token after each of the 2 .* found other tokens"),
     ([datum([1]), datum([1, 2], [[2], [3]])], r"data\[1\].target_tokens must be .* found shape \[2, 1\]"),
+    ([datum([1, 2], [0, 3], weights=[0, 1])], "found other tokens"),
     ([datum([1, 2], weights=[1])], r"data\[0\].weights must be 2 finite numbers; found 'shape \[1\]'"),
     ([datum([1], weights=[np.nan])], r"data\[0\].weights must be 1 finite numbers"),
     ([datum([1], advantage=[1])], r"data\[0\]: unknown input 'advantage'"),
@@ -67,3 +68,15 @@ def test_policy_losses_need_logprobs_and_advantages():
     assert loss_of(objective, batch, logprobs) == pytest.approx(-2.0)
     with pytest.raises(RefusedError, match=r"data\[0\].advantages must be 2 finite numbers; found 'shape None'"):
         batch_of(request(datum([1, 2], logprobs=[0, -1]), loss="ppo"), vocab_size=10, max_tokens=6)
+
+
+def test_targets_that_do_not_train_may_be_anything():
+    data = datum([1, 2, 3], [0, 0, 4], logprobs=[5, 0, -1], advantages=[0, 0, 2])
+    batch = batch_of(request(data, loss="importance_sampling"), vocab_size=10, max_tokens=6)
+    assert batch.ragged("input_ids").values.tolist() == [1, 2, 3, 4]
+    assert batch.ragged("loss_mask").values.tolist() == [False, False, False, True]
+    for name, values in {"loss_weights": [0, 0, 0, 1], "rollout_logprobs": [0, 0, 0, -1]}.items():
+        assert batch.ragged(name).values.tolist() == values
+    data = datum([1, 2, 3], [0, 0, 4], logprobs=[0, 0, -1], advantages=[0, 1, 2])
+    with pytest.raises(RefusedError, match="found other tokens"):
+        batch_of(request(data, loss="importance_sampling"), vocab_size=10, max_tokens=6)

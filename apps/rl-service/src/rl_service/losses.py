@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from rl_core import Batch, Ragged, RowKey
-from rl_core.data import Column, FloatArray, IntArray
+from rl_core.data import FloatArray, IntArray
 from rl_core.registry import unknown_name
 from rl_distill.learner import MicroBatch, Objective
 from rl_rollout.gateway.refusals import RefusedError, refused_field
@@ -79,53 +79,54 @@ def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> B
     """
     if not request.data:
         raise RefusedError("data must have at least one datum.", param="data")
-    names = INPUTS.get(request.loss, POLICY_INPUTS)
-    rows = [_row(datum, [*names], f"data[{index}]") for index, datum in enumerate(request.data)]
-    for index, (row, _) in enumerate(rows):
-        if len(row) > max_tokens or not 0 <= int(row.min()) <= int(row.max()) < vocab_size:
+    rows = [_row(datum, request.loss, f"data[{index}]") for index, datum in enumerate(request.data)]
+    for index, row in enumerate(rows):
+        ids = row["input_ids"]
+        if len(ids) > max_tokens or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             raise RefusedError(
                 f"data[{index}] must have at most {max_tokens} tokens with ids from 0 to {vocab_size - 1}, with its "
-                f"last target; found {len(row)} tokens with ids from {int(row.min())} to {int(row.max())}."
+                f"last target; found {len(ids)} tokens with ids from {int(ids.min())} to {int(ids.max())}."
             )
-    ids = Ragged.from_rows([one for one, _ in rows], dtype="int32")
-    mask = np.ones(len(ids.values), dtype=np.bool_)
-    mask[ids.offsets[:-1]] = False
-    columns: dict[str, Column] = {"input_ids": ids, "loss_mask": Ragged(mask, ids.offsets)}
-    columns |= {
-        column: Ragged(np.concatenate([inputs[name] for _, inputs in rows]), ids.offsets)
-        for name, column in names.items()
-    }
-    if "loss_weights" not in columns:
-        columns["loss_weights"] = Ragged(mask.astype(np.float32), ids.offsets)
+    offsets = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
+    columns = {name: Ragged(np.concatenate([row[name] for row in rows]), offsets) for name in rows[0]}
     return Batch([RowKey(f"datum-{index}", 0, 0) for index in range(len(rows))], columns)
 
 
-def _row(datum: Datum, names: Sequence[str], where: str) -> tuple[IntArray, dict[str, FloatArray]]:
-    """Return a row's tokens, and its inputs with 0 at the first token."""
-    known = {"target_tokens", *names}
+def _row(datum: Datum, loss: str, where: str) -> dict[str, NDArray[Any]]:
+    """Return a row's columns, with 0 at the first token.
+
+    Targets are the tokens after their inputs. Programs fill those of a policy loss with others where the advantage is
+    0; these positions are masked.
+    """
+    columns, tokens = INPUTS.get(loss, POLICY_INPUTS), datum.tokens
+    known, targets = {"target_tokens", *columns}, datum.inputs.get("target_tokens")
     for name in datum.inputs:
         if name not in known:
             raise RefusedError(f"{where}: {unknown_name('input', name[:80], known)}", param=name[:80])
-    tokens, targets = datum.tokens, datum.inputs.get("target_tokens")
     if not len(tokens):
         raise RefusedError(f"{where}.model_input must have at least one token.", param="model_input")
-    if targets is None or targets.shape != tokens.shape or (targets[:-1] != tokens[1:]).any():
-        found = None if targets is None else list(targets.shape)
-        raise RefusedError(
-            f"{where}.target_tokens must be the token after each of the {len(tokens)} input tokens; found "
-            f"{'other tokens' if targets is not None and targets.shape == tokens.shape else f'shape {found}'}.",
-            param="target_tokens",
-        )
-    inputs: dict[str, FloatArray] = {}
-    for name in names:
-        values = datum.inputs.get(name)
-        if values is None and name in OPTIONAL:
-            values = np.ones(len(tokens), dtype=np.float32)
+    row: dict[str, NDArray[Any]] = {}
+    for name, column in columns.items():
+        values = datum.inputs.get(name, np.ones(tokens.shape) if name in OPTIONAL else None)
         if values is None or values.shape != tokens.shape or not np.isfinite(values).all():
             found = None if values is None else list(values.shape)
             raise refused_field(f"{where}.{name}", f"shape {found}", f"{len(tokens)} finite numbers")
-        inputs[name] = np.concatenate([np.zeros(1, np.float32), values.astype(np.float32)])
-    return np.concatenate([tokens, targets[-1:]]).astype(np.int64), inputs
+        row[column] = np.concatenate([[0.0], values]).astype(np.float32)
+    is_known = np.ones(len(tokens) + 1, dtype=np.bool_)
+    if targets is not None and targets.shape == tokens.shape:
+        is_known[1:-1] = targets[:-1] == tokens[1:]
+    is_free = row.get("advantages", np.ones(1)) == 0
+    if targets is None or targets.shape != tokens.shape or not (is_known | is_free).all():
+        found = None if targets is None else list(targets.shape)
+        raise RefusedError(
+            f"{where}.target_tokens must be the token after each of the {len(tokens)} input tokens; found "
+            f"{'other tokens' if found == list(tokens.shape) else f'shape {found}'}.",
+            param="target_tokens",
+        )
+    is_known[0] = False
+    row = {name: np.where(is_known, values, np.float32(0)) for name, values in row.items()}
+    row["input_ids"], row["loss_mask"] = np.concatenate([tokens.astype(np.int64), targets[-1:]]), is_known
+    return {"loss_weights": is_known.astype(np.float32), **row}
 
 
 def target_logprobs(logprobs: Ragged) -> list[FloatArray]:
