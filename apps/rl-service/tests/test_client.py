@@ -233,7 +233,7 @@ def test_a_restarted_server_says_what_was_lost_and_continues_from_what_was_saved
     assert sampler.compute_logprobs(prompt()).result() == saved
     again = client.create_training_client_from_state_with_optimizer(path).result()
     np.testing.assert_allclose(logprobs_of(again.forward([datum()], "cross_entropy").result()), saved[1:], atol=1e-4)
-    assert again.optim_step(types.AdamParams()).result().metrics["step"] == 2.0
+    assert again.optim_step(types.AdamParams()).result().metrics["optim_step"] == 2.0
     client.close("success").result()
     server.close()
 
@@ -266,7 +266,7 @@ def test_adapters_of_lower_rank_and_weights_without_their_optimizer(client):
     other = client.create_training_client_from_state(path).result()
     assert other.get_info().lora_rank == 2
     assert logprobs_of(other.forward([datum()], "cross_entropy").result()).tolist() == wanted
-    assert other.optim_step(types.AdamParams()).result().metrics["step"] == 1.0
+    assert other.optim_step(types.AdamParams()).result().metrics["optim_step"] == 1.0
     with pytest.raises(tinker.RequestFailedError, match=r"lora_config.rank must be 1 to lora.max_rank = 4; found 32"):
         client.create_lora_training_client(base_model=NAME).result()
 

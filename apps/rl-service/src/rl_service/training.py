@@ -142,7 +142,7 @@ class TrainingRequests:
         if not result.is_applied:
             raise SettingsError("the step was not taken, because the loss or the gradient norm is not finite.")
         self._clients.stepped(client, result.step)
-        return Answer.of(metrics={"step": result.step, "grad_norm": result.grad_norm})
+        return Answer.of(metrics={"optim_step": result.step, "grad_norm": result.grad_norm})
 
     def _save(self, client: TrainingClient, request: SaveWeights) -> Answer:
         path = weights_path(client.model_id, "weights", request.path or f"step-{client.step}")
