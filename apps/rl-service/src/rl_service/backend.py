@@ -30,14 +30,13 @@ from rl_core.weights import (
     write_safetensors,
 )
 from rl_distill import (
-    AdamOptions,
     LearnerOptions,
     LoraOptions,
     adapted_modules,
     parse_policy_config,
     read_policy_config,
 )
-from rl_distill.learner import FIRST_ADAPTER, ForwardBackwardResult, MultiAdapterLearner, Objective, OptimStepResult
+from rl_distill.learner import FIRST_ADAPTER, MultiAdapterLearner
 from rl_rollout.engines import (
     EnginePlacement,
     ProcessEngine,
@@ -152,50 +151,22 @@ class LearnerBackend:
                 self._learner.select_adapter(FIRST_ADAPTER)
                 self._learner.drop_adapter(model_id)
 
-    def forward_backward(self, model_id: str, batch: Batch, objective: Objective) -> ForwardBackwardResult:
-        """Add the gradients of rows to the client's; the result has the logprobs of all tokens."""
-        self._activate(model_id)
-        return self._learner.forward_backward(batch, objective, with_tokens=True)
-
-    def logprobs(self, model_id: str, batch: Batch) -> Ragged:
-        """Return the logprobs of all tokens."""
-        self._activate(model_id)
-        return self._learner.logprobs(batch)
-
-    def optim_step(self, model_id: str, options: AdamOptions) -> OptimStepResult:
-        """Take an optimizer step with the client's gradients."""
-        self._activate(model_id)
-        return self._learner.optim_step(options)
-
-    def drop_gradients(self, model_id: str) -> None:
-        """Drop the client's gradients."""
-        self._activate(model_id)
-        self._learner.zero_grad()
-
-    def save(self, model_id: str, folder: Path) -> None:
-        """Write weights and optimizer into an empty folder."""
-        self._activate(model_id)
-        self._learner.save(folder)
-
-    def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Load weights, and the optimizer or a new one; gradients are dropped.
+    def of(self, model_id: str) -> MultiAdapterLearner:
+        """Return the learner with the weights of a client.
 
         Raises:
-            CheckpointError: The folder is damaged or of another model.
+            SettingsError: The client has no weights in memory.
         """
-        self.drop_gradients(model_id)
-        self._learner.load(folder, with_optimizer=with_optimizer)
-
-    def save_sampler(self, model_id: str, folder: Path) -> None:
-        """Write the weights to sample from, with the learner's logprobs for their proof; adapters in peft's format."""
-        self._activate(model_id)
-        self._write_sampler(folder, self._weights(), self._learner.logprobs(self._canary_batch()))
-
-    def _activate(self, model_id: str) -> None:
         if self._settings.lora.max_rank:
             self._learner.select_adapter(model_id)
         elif self._owner != model_id:
-            raise RefusedError(f"{model_id} has no weights in memory.", kind="not_found_error")
+            raise SettingsError(f"{model_id} has no weights in memory.")
+        return self._learner
+
+    def save_sampler(self, model_id: str, folder: Path) -> None:
+        """Write the weights to sample from, with the learner's logprobs for their proof; adapters in peft's format."""
+        logprobs = self.of(model_id).logprobs(self._canary_batch())
+        self._write_sampler(folder, self._weights(), logprobs)
 
     def _weights(self) -> Mapping[str, Any]:
         return self._learner.export_adapter() if self._settings.lora.max_rank else self._learner.export_weights()

@@ -71,7 +71,6 @@ class Routes:
             "/samplers/{id}": self._sampler,
             "/training_runs/{run}": self._run,
             "/training_runs/{run}/checkpoints": self._checkpoints,
-            "/checkpoints": self._checkpoints,
         }
         table = [("POST", path, handler) for path, handler in posts.items()]
         table += [("GET", path, handler) for path, handler in gets.items()]
@@ -184,9 +183,8 @@ class Routes:
         return info | {"train_unembed": False, "train_mlp": True, "train_attn": True}
 
     async def _checkpoints(self, request: HttpRequest) -> Response:
-        run = request.path_params.get("run")
-        found = [_shown(saved) for saved in self._service.checkpoints if run in (None, saved.run)]
-        return JSONResponse({"checkpoints": found} if run else _page(request, "checkpoints", found))
+        run = request.path_params["run"]
+        return JSONResponse({"checkpoints": [_shown(saved) for saved in self._service.checkpoints if saved.run == run]})
 
     async def _run(self, request: HttpRequest) -> Response:
         run = request.path_params["run"]
@@ -239,16 +237,6 @@ def _time(seconds: float) -> str:
 
 def _texts(values: Mapping[str, Any] | None) -> dict[str, str] | None:
     return None if values is None else {name: str(value) for name, value in values.items()}
-
-
-def _page(request: HttpRequest, name: str, items: list[Any]) -> dict[str, Any]:
-    """Return the newest items first, in pages."""
-    try:
-        limit, offset = (int(request.query_params.get(key, default)) for key, default in (("limit", 20), ("offset", 0)))
-    except ValueError:
-        raise RefusedError("limit and offset must be integers.", param="limit") from None
-    shown = items[::-1][max(offset, 0) : max(offset, 0) + max(limit, 0)]
-    return {name: shown, "cursor": {"offset": offset, "limit": limit, "total_count": len(items)}}
 
 
 async def _no_route(request: HttpRequest, error: HTTPException) -> Response:

@@ -67,7 +67,7 @@ class TrainingRequests:
 
     def save_state(self, client: TrainingClient, name: str) -> str:
         """Save a client's weights and optimizer, without gradients that wait, and return their path."""
-        self._learner.drop_gradients(client.model_id)
+        self._learner.of(client.model_id).zero_grad()
         request = SaveWeights(model_id=client.model_id, seq_id=0, path=name, overwrite=True)
         self._save(client, request)
         return weights_path(client.model_id, "weights", name)
@@ -110,10 +110,10 @@ class TrainingRequests:
             objective = tinker_objective(request.loss, request.options)
             batch = batch_of(request, vocab_size=learner.vocab_size, max_tokens=learner.max_tokens)
             if request.forward_only:
-                logprobs = learner.logprobs(client.model_id, batch)
+                logprobs = learner.of(client.model_id).logprobs(batch)
                 loss = loss_of(objective, batch, logprobs)
             else:
-                result = learner.forward_backward(client.model_id, batch, objective)
+                result = learner.of(client.model_id).forward_backward(batch, objective, with_tokens=True)
                 logprobs, loss = result.tokens["policy_logprobs"], result.loss
         except Exception as error:
             if not request.forward_only:
@@ -125,7 +125,7 @@ class TrainingRequests:
     def _optim_step(self, client: TrainingClient, request: OptimStep) -> Answer:
         broken, client.broken = client.broken, None
         if broken is not None:
-            self._learner.drop_gradients(client.model_id)
+            self._learner.of(client.model_id).zero_grad()
             raise RefusedError(f"the step was not taken and its gradients are dropped, because {broken}")
         given = request.adam_params
         if given is None:
@@ -138,7 +138,7 @@ class TrainingRequests:
             weight_decay=given.weight_decay,
             clip_grad=max(given.grad_clip_norm, 0.0),
         )
-        result = self._learner.optim_step(client.model_id, options)
+        result = self._learner.of(client.model_id).optim_step(options)
         if not result.is_applied:
             raise SettingsError("the step was not taken, because the loss or the gradient norm is not finite.")
         self._clients.stepped(client, result.step)
@@ -147,7 +147,8 @@ class TrainingRequests:
     def _save(self, client: TrainingClient, request: SaveWeights) -> Answer:
         path = weights_path(client.model_id, "weights", request.path or f"step-{client.step}")
         self._checkpoints.check_free(path, overwrite=request.overwrite)
-        self._checkpoints.save(_record(client, path, request), partial(self._learner.save, client.model_id))
+        learner = self._learner.of(client.model_id)
+        self._checkpoints.save(_record(client, path, request), lambda folder: learner.save(folder).wait())
         return Answer.of(path=path, type="save_weights")
 
     def _save_for_sampler(self, client: TrainingClient, request: SaveWeightsForSampler) -> Answer:
@@ -178,7 +179,9 @@ class TrainingRequests:
         if saved.segment != "weights":
             raise RefusedError(f"{request.path} has no state to train from; load one of save_state.", param="path")
         folder = self._checkpoints.folder_of(request.path)
-        self._learner.load(client.model_id, folder, with_optimizer=request.optimizer)
+        learner = self._learner.of(client.model_id)
+        learner.zero_grad()
+        learner.load(folder, with_optimizer=request.optimizer)
         client.broken = None
         self._clients.stepped(client, saved.step if request.optimizer else 0)
         return Answer.of(path=request.path, model_id=client.model_id, type="load_weights")
