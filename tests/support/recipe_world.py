@@ -1,0 +1,234 @@
+"""A working directory in which recipes of the cookbook run without a network.
+
+A recipe reads its tokenizer from a folder named like its model, and its data from folders named like the hub's data sets.
+`make_world` writes both: a Qwen3 of 100 thousand parameters, taught for a minute to give answers that are sometimes right,
+and a few hundred made rows of each data set.
+"""
+
+import json
+import random
+from pathlib import Path
+
+MODEL = "Qwen/Qwen3-8B"
+"""The name in the cookbook's table, which decides how it renders conversations."""
+OTHER_MODELS = ("Qwen/Qwen3.6-35B-A3B",)
+"""Names that recipes fix in their source."""
+LARGEST = 200
+SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+    *("<tool_response>", "</tool_response>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
+)
+THINGS = ("apples", "books", "coins", "ducks", "eggs", "forks", "hats", "keys", "lamps", "nuts")
+PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
+BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
+LONGER_BOXED = " Write your answer in \\boxed{} format."
+SPELLED = (
+    "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
+    "We have r's at positions 3, 8, and 9. \\boxed{3}"
+)
+WORDS = "after before being between during into later many most only over several such their then time under until when"
+LANGUAGES = {
+    "en": "the cat and the dog are in the garden",
+    "fr": "le chat et le chien sont dans le jardin",
+    "de": "die Katze und der Hund sind im Garten",
+    "es": "el gato y el perro de la casa",
+}
+
+
+def question(row: int) -> tuple[str, int]:
+    """Return a made problem and its answer."""
+    number, person, thing = row % 10, PEOPLE[row // 10 % len(PEOPLE)], THINGS[row // 80 % len(THINGS)]
+    return f"{person} has {number} {thing}. How many {thing} does {person} have?", number
+
+
+def conversations(count: int) -> list[dict[str, object]]:
+    """Return made conversations of one question and one answer."""
+    rows = []
+    for row in range(count):
+        asked, answer = question(row)
+        person = asked.split()[0]
+        rows.append(
+            {
+                "prompt": asked,
+                "messages": [
+                    {"role": "user", "content": asked},
+                    {"role": "assistant", "content": f"{person} told me: it is {answer} in all."},
+                ],
+            }
+        )
+    return rows
+
+
+def make_data(folder: Path) -> None:
+    """Write the data sets that the recipes read."""
+    chats = conversations(200)
+    write_data_set(folder / "HuggingFaceH4/no_robots", {"train": chats, "test": chats[:20]})
+    write_rows(folder / "conversations.jsonl", [{"messages": row["messages"]} for row in chats])
+    problems = [question(row) for row in range(800)]
+    random.Random(0).shuffle(problems)
+    graded = [{"question": asked, "answer": f"It is {answer}.\n#### {answer}"} for asked, answer in problems]
+    write_data_set(folder / "openai/gsm8k", {"train": graded, "test": graded[:20]}, name="main")
+    pairs = [
+        {
+            "chosen": f"\n\nHuman: {asked}\n\nAssistant: It is {answer}.",
+            "rejected": f"\n\nHuman: {asked}\n\nAssistant: I will not say.",
+        }
+        for asked, answer in problems
+    ]
+    write_data_set(folder / "Anthropic/hh-rlhf", {"train": pairs, "test": pairs[:20]})
+    prompts = [{"question": asked + BOXED} for asked, _ in problems]
+    write_data_set(folder / "zwhe99/DeepMath-103K", {"train": prompts})
+    choices = {"label": ["A", "B"], "text": ["yes", "no"]}
+    exam = [
+        {
+            "domain": "Chemistry",
+            "details": {"level": "L3"},
+            "type": "mcq-4-choices",
+            "question": f"Is {row} even?",
+            "choices": choices,
+            "answerKey": "AB"[row % 2],
+        }
+        for row in range(LARGEST)
+    ]
+    write_data_set(folder / "hicai-zju/SciKnowEval", {"test": exam})
+    chance = random.Random(1)
+    text = [{"text": " ".join(chance.choices(WORDS.split(), k=60))} for _ in range(400)]
+    write_data_set(folder / "Salesforce/wikitext", {"train": text}, name="wikitext-103-raw-v1")
+    lines = [f"{words} {row}" for row in range(10) for words in LANGUAGES.values()]
+    examples = folder / "tinker_cookbook/example_data"
+    examples.mkdir(parents=True)
+    (examples / "multilingual.txt").write_text("\n".join(lines))
+    labelled = [
+        {"messages": [{"role": "user", "content": f"{words} {row}"}, {"role": "assistant", "content": label}]}
+        for row in range(40)
+        for label, words in LANGUAGES.items()
+    ]
+    write_rows(folder / "labelled.jsonl", labelled)
+
+
+def write_data_set(folder: Path, splits: dict[str, list[dict[str, object]]], name: str = "default") -> None:
+    """Write a data set as the hub stores it: rows of each split, and the page that names the configuration."""
+    folder.mkdir(parents=True)
+    lines = ["---", "configs:", f"- config_name: {name}", "  data_files:"]
+    for split, rows in splits.items():
+        write_rows(folder / f"{split}.jsonl", rows)
+        lines += [f"  - split: {split}", f"    path: {split}.jsonl"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+
+
+def write_rows(file: Path, rows: list[dict[str, object]]) -> None:
+    """Write rows as lines of JSON."""
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def chat(*messages: str) -> str:
+    """Return a conversation, whose roles alternate from the user, with the start of the next answer."""
+    roles = ("user", "assistant")
+    text = "".join(f"<|im_start|>{roles[turn % 2]}\n{said}<|im_end|>\n" for turn, said in enumerate(messages))
+    return f"{text}<|im_start|>assistant\n"
+
+
+def lessons(chance: random.Random, count: int) -> list[tuple[str, str]]:
+    """Return prompts as the RL recipes write them, with answers, of which a third are right."""
+    strawberry = "How many r's are in strawberry?"
+    made = []
+    for _ in range(count):
+        kind, is_right = chance.randrange(3), chance.random() < 1 / 3
+        if kind == 0:
+            left, right = chance.randrange(101), chance.randrange(101)
+            shown = left + right if is_right else min(max(left + right + chance.choice((-3, -2, -1, 1, 2, 3)), 0), LARGEST)
+            made.append((chat("What is 4 + 5?", "9", f"What is {left} + {right}?"), str(shown)))
+            continue
+        asked, answer = question(chance.randrange(800))
+        suffix = BOXED if kind == 1 else LONGER_BOXED
+        shown = answer if is_right else chance.randrange(10)
+        made.append((chat(strawberry + suffix, SPELLED, asked + suffix), f"\\boxed{{{shown}}}"))
+    return made
+
+
+def make_tokenizer(folder: Path):
+    """Return a tokenizer of bytes and frequent words, in which numbers up to 200 are one token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    texts = [file.read_text() for file in sorted(folder.rglob("*.jsonl"))]
+    texts += [prompt + answer for prompt, answer in lessons(random.Random(0), 300)]
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(str(number), single_word=True) for number in range(LARGEST + 1)])
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=8192
+    )
+
+
+def make_model(folder: Path, tokenizer, *, steps: int, seed: int = 0) -> None:
+    """Write a small Qwen3 and its tokenizer, taught the lessons for some steps."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=(len(tokenizer) + 63) // 64 * 64,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        rope_theta=1e4,
+    )
+    model = Qwen3ForCausalLM(config).float()
+    if steps:
+        teach(model, tokenizer, steps, random.Random(seed))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def teach(model, tokenizer, steps: int, chance: random.Random) -> None:
+    """Train all weights on the answers of lessons."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / steps))
+    for step in range(steps):
+        rows = lessons(chance, 48)
+        prompts = tokenizer([prompt for prompt, _ in rows])["input_ids"]
+        answers = tokenizer([f"{answer}<|im_end|>" for _, answer in rows])["input_ids"]
+        length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+        tokens = torch.full((len(rows), length), tokenizer.pad_token_id)
+        taught = torch.zeros(len(rows), length, dtype=torch.bool)
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+            taught[row, len(prompt) : len(prompt) + len(answer)] = True
+        hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1][taught[:, 1:]]
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), tokens[:, 1:][taught[:, 1:]])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 100 == 99 or step == steps - 1:
+            print(f"  taught {step + 1} of {steps} steps, loss {loss.item():.3f}", flush=True)
+
+
+def make_world(folder: Path, *, steps: int) -> Path:
+    """Write data and model; return the model's folder."""
+    make_data(folder)
+    tokenizer = make_tokenizer(folder)
+    model = folder / MODEL
+    make_model(model, tokenizer, steps=steps)
+    for name in OTHER_MODELS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(model, target_is_directory=True)
+    return model
