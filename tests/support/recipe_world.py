@@ -14,6 +14,8 @@ MODEL = "Qwen/Qwen3-8B"
 OTHER_MODELS = ("Qwen/Qwen3.6-35B-A3B",)
 """Names that recipes fix in their source."""
 LARGEST = 200
+TURNS = 12
+END = "<|im_end|>"
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
     *("<tool_response>", "</tool_response>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
@@ -121,29 +123,28 @@ def write_rows(file: Path, rows: list[dict[str, object]]) -> None:
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def chat(*messages: str) -> str:
-    """Return a conversation, whose roles alternate from the user, with the start of the next answer."""
-    roles = ("user", "assistant")
-    text = "".join(f"<|im_start|>{roles[turn % 2]}\n{said}<|im_end|>\n" for turn, said in enumerate(messages))
-    return f"{text}<|im_start|>assistant\n"
-
-
-def lessons(chance: random.Random, count: int) -> list[tuple[str, str]]:
-    """Return prompts as the RL recipes write them, with answers, of which a third are right."""
-    strawberry = "How many r's are in strawberry?"
-    made = []
-    for _ in range(count):
-        kind, is_right = chance.randrange(3), chance.random() < 1 / 3
+def lesson(chance: random.Random) -> list[tuple[str, str]]:
+    """Return a conversation as the RL recipes begin it, in pieces: what is asked, and an answer, right in a third."""
+    kind = chance.randrange(3)
+    suffix = ("", BOXED, LONGER_BOXED)[kind]
+    example = ("What is 4 + 5?", "9") if kind == 0 else (f"How many r's are in strawberry?{suffix}", SPELLED)
+    turns = [(opening(example[0]), f"{example[1]}{END}")]
+    for _ in range(TURNS):
+        is_right = chance.random() < 1 / 3
         if kind == 0:
             left, right = chance.randrange(101), chance.randrange(101)
-            shown = left + right if is_right else min(max(left + right + chance.choice((-3, -2, -1, 1, 2, 3)), 0), LARGEST)
-            made.append((chat("What is 4 + 5?", "9", f"What is {left} + {right}?"), str(shown)))
-            continue
-        asked, answer = question(chance.randrange(800))
-        suffix = BOXED if kind == 1 else LONGER_BOXED
-        shown = answer if is_right else chance.randrange(10)
-        made.append((chat(strawberry + suffix, SPELLED, asked + suffix), f"\\boxed{{{shown}}}"))
-    return made
+            slip = 0 if is_right else chance.choice((-3, -2, -1, 1, 2, 3))
+            asked, answer = f"What is {left} + {right}?", str(min(max(left + right + slip, 0), LARGEST))
+        else:
+            asked, right = question(chance.randrange(800))
+            answer = f"\\boxed{{{right if is_right else chance.randrange(10)}}}"
+        turns.append((f"\n{opening(asked + suffix)}", f"{answer}{END}"))
+    return turns
+
+
+def opening(asked: str) -> str:
+    """Return a question and the start of its answer."""
+    return f"<|im_start|>user\n{asked}{END}\n<|im_start|>assistant\n"
 
 
 def make_tokenizer(folder: Path):
@@ -158,7 +159,8 @@ def make_tokenizer(folder: Path):
         vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     texts = [file.read_text() for file in sorted(folder.rglob("*.jsonl"))]
-    texts += [prompt + answer for prompt, answer in lessons(random.Random(0), 300)]
+    chance = random.Random(0)
+    texts += ["".join(asked + answer for asked, answer in lesson(chance)) for _ in range(50)]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(str(number), single_word=True) for number in range(LARGEST + 1)])
     tokenizer.add_special_tokens(list(SPECIAL))
@@ -202,15 +204,10 @@ def teach(model, tokenizer, steps: int, chance: random.Random) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / steps))
     for step in range(steps):
-        rows = lessons(chance, 48)
-        prompts = tokenizer([prompt for prompt, _ in rows])["input_ids"]
-        answers = tokenizer([f"{answer}<|im_end|>" for _, answer in rows])["input_ids"]
-        length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-        tokens = torch.full((len(rows), length), tokenizer.pad_token_id)
-        taught = torch.zeros(len(rows), length, dtype=torch.bool)
-        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            tokens[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-            taught[row, len(prompt) : len(prompt) + len(answer)] = True
+        rows = [encode(tokenizer, lesson(chance)) for _ in range(12)]
+        length = max(len(tokens) for tokens, _ in rows)
+        tokens = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row, _ in rows])
+        taught = torch.tensor([mask + [False] * (length - len(mask)) for _, mask in rows])
         hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1][taught[:, 1:]]
         loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), tokens[:, 1:][taught[:, 1:]])
         loss.backward()
@@ -220,6 +217,17 @@ def teach(model, tokenizer, steps: int, chance: random.Random) -> None:
         optimizer.zero_grad()
         if step % 100 == 99 or step == steps - 1:
             print(f"  taught {step + 1} of {steps} steps, loss {loss.item():.3f}", flush=True)
+
+
+def encode(tokenizer, pieces: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a conversation, and which of them are an answer."""
+    tokens: list[int] = []
+    taught: list[bool] = []
+    for asked, answer in pieces:
+        question_tokens, answer_tokens = tokenizer([asked, answer])["input_ids"]
+        tokens += question_tokens + answer_tokens
+        taught += [False] * len(question_tokens) + [True] * len(answer_tokens)
+    return tokens, taught
 
 
 def make_world(folder: Path, *, steps: int) -> Path:
