@@ -28,6 +28,7 @@ from tooling.environments import (
     PACKAGES,
     PROJECTS,
     ROOT,
+    SERVICE,
     TOOLS,
     TRANSFERQUEUE,
     TRL,
@@ -74,7 +75,8 @@ WORKSPACE_SUITES = (
 RECORDED_TEST = "tests/test_recorded_metrics.py"
 """Reads the names of metrics that the other tests recorded."""
 AGENT_LOCKS = ("agents", "agents-openai2", "agents-aider")
-LOCKS = ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", *AGENT_LOCKS, "docs", "gpu")
+LOCKS = ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", *AGENT_LOCKS, "service", "docs", "gpu")
+RECIPES_TESTS = "apps/rl-service/tests/test_recipes.py"
 AGENTS_TESTS = "packages/rl-rollout/tests/test_gateway_agents.py"
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -160,6 +162,7 @@ def run_workspace(session: nox.Session) -> None:
     """Run the workspace's tests, then compare the metrics that they recorded with the defined ones."""
     python = workspace(session)
     os.environ[METRICS] = str(LOGS / "metrics.txt")
+    recipes_environment(session, is_needed=False)
     try:
         run_pytest(session, python, *TWO_WORKERS, f"--ignore={RECORDED_TEST}", *WORKSPACE_SUITES)
         run_pytest(session, python, RECORDED_TEST)
@@ -379,6 +382,24 @@ def agent_environments(session: nox.Session) -> None:
 
 
 @nox.session
+def service(session: nox.Session) -> None:
+    """Run recipes of the tinker cookbook, unmodified, in their own environment, against `rl-service serve`."""
+    recipes_environment(session)
+    with summary(session):
+        run_pytest(session, workspace(session), "-m", "soak", "-rP", RECIPES_TESTS, *session.posargs)
+
+
+def recipes_environment(session: nox.Session, *, is_needed: bool = True) -> None:
+    """Make the environment of the recipes and set its variable; if it is not needed, tests are skipped without it."""
+    try:
+        os.environ["SERVICE_PYTHON"] = ensure(session, SERVICE)
+    except Exception as error:  # nox has no public name for what session.error raises
+        if is_needed:
+            raise
+        session.log(f"The recipes are skipped, because there is no .nox/{SERVICE.name}: {error}")
+
+
+@nox.session
 def notebooks(session: nox.Session) -> None:
     """Run the example notebooks and save their new outputs; `nox -s notebooks -- FILE` runs one."""
     session.run(workspace(session), "tooling/notebooks.py", *session.posargs)
@@ -403,6 +424,7 @@ def soak(session: nox.Session) -> None:
     seeds = [f"--seed={options.seed}", f"--hypothesis-seed={options.seed}", "--hypothesis-profile=soak"]
     limits = ["-o", "faulthandler_timeout=14400"]
     agent_environments(session)
+    recipes_environment(session, is_needed=False)
     os.environ["RL_TESTS_COLD"] = "1"  # start every process as users do
     with summary(session):
         folders = ("packages", "apps", "tests")

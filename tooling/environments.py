@@ -36,6 +36,8 @@ UNIT_EXTRAS = {
 TORCH = "torch==2.13.0+cpu"
 CUDA_TORCH = TORCH.partition("+")[0]
 """The build that every index has. It also runs on CPUs, but cannot be imported without CUDA's libraries."""
+COOKBOOK = "tinker-cookbook==0.6.1"
+"""Its requirements are in locks/service.in, except tml-renderers, which indexes lack and only Inkling models need."""
 CONSTRAINTS = ("-c", "locks/cpu.txt", "-c", "locks/dev.txt")
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 BACKEND = ("hatchling", "pathspec", "trove-classifiers", "pluggy", "packaging")
@@ -153,6 +155,16 @@ AGENTS_AIDER = Environment(
     cost="0.2 GB to download, 0.7 GB on disk, about a minute",
     steps=(("--no-deps", "-r", "locks/agents-aider.txt"),),
     inputs=("locks/agents-aider.txt",),
+)
+SERVICE = Environment(
+    name="service",
+    cost="0.5 GB to download, 1.6 GB on disk, about two minutes",
+    steps=(
+        ("--no-deps", TORCH),
+        ("--no-deps", "-r", "locks/service.txt"),
+        ("--no-deps", COOKBOOK),
+    ),
+    inputs=("locks/service.txt",),
 )
 DOCS = Environment(
     name="docs",

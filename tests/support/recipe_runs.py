@@ -61,7 +61,10 @@ class Recipe:
 def fall(metric: str) -> Figure:
     """Return how much lower a metric is at the end."""
     return Figure(
-        name=f"fall of {metric}", value=lambda found: -rise_of(found[metric]), is_reached=lambda it: it > 0, wanted="> 0"
+        name=f"fall of {metric}",
+        value=lambda found: -rise_of(found[metric]),
+        is_reached=lambda it: it > 0,
+        wanted="> 0",
     )
 
 
