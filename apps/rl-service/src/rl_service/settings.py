@@ -150,11 +150,16 @@ class EngineSettings:
     start_deadline_s: PositiveFloat = 600.0
 
 
+NOTES = """Settings come from the command line, then environment variables (RL__SERVER__PORT=8000), then the file.
+Relative paths start at the current folder. Exit status: 0 stopped; 1 failed; 2 a mistake in settings or files."""
+
+
 class ServiceSettings(BaseModel):
     """All settings of the service."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     command: ClassVar[str] = "serve"
+    notes: ClassVar[str] = NOTES
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = ()
 
     policy: ServedPolicy
