@@ -74,7 +74,7 @@ WORKSPACE_SUITES = (
 RECORDED_TEST = "tests/test_recorded_metrics.py"
 """Reads the names of metrics that the other tests recorded."""
 AGENT_LOCKS = ("agents", "agents-openai2", "agents-aider")
-LOCKS = ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", *AGENT_LOCKS, "docs", "gpu")
+LOCKS = ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", *AGENT_LOCKS, "docs", "gpu", "service")
 AGENTS_TESTS = "packages/rl-rollout/tests/test_gateway_agents.py"
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
