@@ -45,7 +45,7 @@ from rl_rollout.engines import (
     VLLMOptions,
     engine_class,
 )
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway import RefusedError
 from rl_service.requests import LoraConfig
 from rl_service.settings import ServiceSettings
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rl_core.errors import DataError
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway import RefusedError
 
 
 class Session(msgspec.Struct, kw_only=True, tag=True):

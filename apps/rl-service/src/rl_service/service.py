@@ -18,7 +18,7 @@ from rl_core.errors import (
     ShapeError,
 )
 from rl_rollout.engines import GenerateRequest
-from rl_rollout.gateway.refusals import FaultLog, RefusedError
+from rl_rollout.gateway import FaultLog, RefusedError
 from rl_service.backend import BASE, EngineBackend, LearnerBackend
 from rl_service.checkpoints import Checkpoints
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id, training_id

@@ -8,7 +8,7 @@ from rl_core.errors import SettingsError
 from rl_distill import AdamOptions
 from rl_distill.objectives import tinker_objective
 from rl_metrics.trackers import JsonlTracker
-from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_rollout.gateway import RefusedError, refused_field
 from rl_service.backend import LearnerBackend
 from rl_service.checkpoints import Checkpoints, Saved, expiry, weights_path
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id
