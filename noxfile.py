@@ -75,7 +75,7 @@ WORKSPACE_SUITES = (
 RECORDED_TEST = "tests/test_recorded_metrics.py"
 """Reads the names of metrics that the other tests recorded."""
 AGENT_LOCKS = ("agents", "agents-openai2", "agents-aider")
-LOCKS = ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", *AGENT_LOCKS, "service", "docs", "gpu")
+LOCKS = ("cpu", "dev", "trl", "transferqueue", "verl", "verifiers", *AGENT_LOCKS, "docs", "gpu", "service")
 RECIPES_TESTS = "apps/rl-service/tests/test_recipes.py"
 AGENTS_TESTS = "packages/rl-rollout/tests/test_gateway_agents.py"
 TWO_WORKERS = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "--max-worker-restart", "0")

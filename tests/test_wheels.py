@@ -16,6 +16,7 @@ DISTRIBUTIONS = [
     "rl-trainer-parts",
     "rl-sync-trainer",
     "rl-async-trainer",
+    "rl-service",
 ]
 
 

@@ -13,7 +13,7 @@ from packaging.version import Version
 from tooling.projects import ROOT, Project, Release, read_projects, read_releases
 
 PAGE = "docs/compatibility.md"
-LOCKS = ("cpu", "verifiers", "gpu")
+LOCKS = ("cpu", "verifiers", "gpu", "service")
 """Locks in which to look up a library's tested version, in this order."""
 HEAD = """\
 # Compatibility

@@ -25,7 +25,7 @@ from tooling.pythons import HERE, PYTHONS, Interpreter, find_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl-core", "rl-rollout", "rl-distill", "rl-metrics")
-APPS = ("rl-trainer-parts", "rl-sync-trainer", "rl-async-trainer")
+APPS = ("rl-trainer-parts", "rl-sync-trainer", "rl-async-trainer", "rl-service")
 PROJECTS = (*(f"packages/{name}" for name in PACKAGES), *(f"apps/{name}" for name in APPS))
 UNIT_EXTRAS = {
     "rl-core": ("rl-core[torch,prometheus,zarr,gpu]",),

@@ -1,8 +1,8 @@
 """A working directory in which recipes of the cookbook run without a network.
 
-A recipe reads its tokenizer from a folder named like its model, and its data from folders named like the hub's data sets.
-`make_world` writes both: a Qwen3 of 100 thousand parameters, taught for a minute to give answers that are sometimes right,
-and a few hundred made rows of each data set.
+A recipe reads its tokenizer from a folder named like its model, and its data from folders named like the hub's data
+sets. `make_world` writes both: a Qwen3 of 0.2 million parameters, taught for a few minutes to give answers that are
+sometimes right, and a few hundred made rows of each data set.
 """
 
 import json
@@ -215,8 +215,6 @@ def teach(model, tokenizer, steps: int, chance: random.Random) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 100 == 99 or step == steps - 1:
-            print(f"  taught {step + 1} of {steps} steps, loss {loss.item():.3f}", flush=True)
 
 
 def encode(tokenizer, pieces: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:

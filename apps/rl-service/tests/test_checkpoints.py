@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway import RefusedError
 from rl_service.checkpoints import Checkpoints, Saved, expiry, split_path, weights_path
 
 RUN = "0123abcd:train:0"

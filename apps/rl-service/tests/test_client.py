@@ -1,6 +1,7 @@
 """Programs written for the tinker client run unchanged, on a real learner and a real engine."""
 
 import asyncio
+import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -107,12 +108,14 @@ def logprobs_of(result):
     return np.asarray(result.loss_fn_outputs[0]["logprobs"].data)
 
 
-def test_a_program_trains_samples_and_saves(client):
+def test_a_program_trains_samples_and_saves(settings, client):
     trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
     assert trainer.get_info().lora_rank == 4
     assert trainer.get_tokenizer().vocab_size > 9
     losses = [step(trainer).metrics["loss:sum"] for _ in range(4)]
     assert losses[3] < 0.5 * losses[0]
+    (metrics,) = (settings.server.folder / "clients").glob(f"{trainer.model_id.partition(':')[0]}*/metrics.jsonl")
+    assert [json.loads(line)["actor/loss"] for line in metrics.read_text().splitlines()] == losses
     sampler = trainer.save_weights_and_get_sampling_client().result()
     learned = trainer.forward([datum()], "cross_entropy").result()
     served = sampler.compute_logprobs(prompt()).result()

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.errors import DataError
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway import RefusedError
 from rl_service.clients import Clients, Sampling
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from rl_core import Ragged
 from rl_distill.objectives import supervised_objective, tinker_objective
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway import RefusedError
 from rl_service.losses import Datum, ForwardBackward, batch_of, loss_of, target_logprobs
 
 

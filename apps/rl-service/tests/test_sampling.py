@@ -8,7 +8,7 @@ import pytest
 
 from rl_core.errors import NotReadyError, WeightProofError
 from rl_rollout.engines import ScriptedEngine
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway import RefusedError
 from rl_service.requests import Sample
 from rl_service.sampling import EngineTurns, Sampler
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway import RefusedError
 from rl_service.futures import Answer
 from rl_service.scheduling import Turns, Work
 from rl_service.settings import ClientLimits

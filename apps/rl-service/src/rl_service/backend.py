@@ -26,7 +26,6 @@ from rl_core.weights import (
     TensorDigest,
     WeightUpdate,
     digest_tensors,
-    publish_weights,
     write_safetensors,
 )
 from rl_distill import (
@@ -40,12 +39,12 @@ from rl_distill.learner import FIRST_ADAPTER, MultiAdapterLearner
 from rl_rollout.engines import (
     EnginePlacement,
     ProcessEngine,
-    RolloutEngine,
+    ReplicatedEngine,
     TransformersOptions,
     VLLMOptions,
     engine_class,
 )
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway import RefusedError
 from rl_service.requests import LoraConfig
 from rl_service.settings import ServiceSettings
 
@@ -225,12 +224,16 @@ class EngineBackend:
         if name == "transformers":
             shared = {one.name for one in fields(TransformersOptions)} & {one.name for one in fields(VLLMOptions)}
             options = TransformersOptions(**{one: getattr(options, one) for one in shared})
-        path, deadline_s = settings.policy.path, settings.engine.start_deadline_s
-        self.engine: RolloutEngine
-        if settings.engine.placement == "inline":
-            self.engine = engine_class(name)(path, options)
-        else:
-            self.engine = ProcessEngine(name, path, options, host=EnginePlacement(deadline_s=deadline_s))
+        path, chosen = settings.policy.path, settings.engine
+        host = EnginePlacement(deadline_s=chosen.start_deadline_s, max_restarts=chosen.restarts)
+        is_inline = chosen.placement == "inline"
+        engines = [
+            engine_class(name)(path, options)
+            if is_inline
+            else ProcessEngine(name, path, options, host=host, index=index)
+            for index in range(1 if is_inline else chosen.replicas)
+        ]
+        self.engine = ReplicatedEngine(engines)
         self._version = 0
         is_exact = settings.vllm.dtype == settings.learner.dtype == "float32"
         self._tolerances = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
@@ -271,7 +274,7 @@ class EngineBackend:
     async def _serve_once(self, folder: Path) -> int:
         self._version += 1
         update, canary = await asyncio.to_thread(self._update, folder, self._version)
-        await publish_weights(update, [self.engine], canary=canary, tolerances=self._tolerances)
+        await self.engine.publish(update, canary=canary, tolerances=self._tolerances)
         return self._version
 
     def _update(self, folder: Path, version: int) -> tuple[WeightUpdate, Canary]:

@@ -11,7 +11,7 @@ import msgspec
 
 from rl_core.errors import DataError
 from rl_core.files import read_record, sync_folder, write_durably
-from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_rollout.gateway import RefusedError, refused_field
 
 Segment = Literal["weights", "sampler_weights"]
 RECORD = "saved.json"

@@ -12,7 +12,7 @@ from rl_core import Batch, Ragged, RowKey
 from rl_core.data import FloatArray, IntArray
 from rl_core.registry import unknown_name
 from rl_distill.learner import MicroBatch, Objective
-from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_rollout.gateway import RefusedError, refused_field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

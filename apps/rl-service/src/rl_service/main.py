@@ -91,7 +91,7 @@ async def running(settings: "ServiceSettings") -> AsyncIterator[str]:
     Raises:
         RLError: The service cannot be started; the message says what to do.
     """
-    from rl_rollout.gateway.listening import Listener
+    from rl_rollout.gateway import Listener
     from rl_service.routes import Routes
     from rl_service.service import TrainingService
 

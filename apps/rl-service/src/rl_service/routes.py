@@ -1,7 +1,7 @@
 """The service's HTTP routes."""
 
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -13,14 +13,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rl_core.data import Json
-from rl_rollout.gateway.refusals import RefusedError
-from rl_rollout.gateway.requests import BodyReader, ErrorsInFormat, Handler, secret_of
+from rl_rollout.gateway import BodyReader, ErrorsInFormat, RefusedError, secret_of
 from rl_service import requests
 from rl_service.checkpoints import Saved
 from rl_service.service import TrainingService
 from rl_service.settings import ServiceSettings
 from rl_service.wire import PROTOBUF, decompressed, read_forward_backward
 
+Handler = Callable[[HttpRequest], Awaitable[Response]]
 RequestT = TypeVar("RequestT", bound=requests.Request)
 API = "/api/v1"
 GONE = 410

@@ -13,7 +13,7 @@ from rl_core.data import FloatArray, IntArray
 from rl_core.errors import EngineError, WeightProofError
 from rl_core.weights import TokenScores
 from rl_rollout.engines import GenerateRequest, Generation, RolloutEngine, SamplingParams
-from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_rollout.gateway import RefusedError, refused_field
 from rl_service.requests import Sample
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rl_rollout.gateway.refusals import RefusedError
+from rl_rollout.gateway import RefusedError
 from rl_service.futures import Answer
 from rl_service.settings import ClientLimits
 

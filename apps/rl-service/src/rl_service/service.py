@@ -18,7 +18,7 @@ from rl_core.errors import (
     ShapeError,
 )
 from rl_rollout.engines import GenerateRequest
-from rl_rollout.gateway.refusals import FaultLog, RefusedError
+from rl_rollout.gateway import FaultLog, RefusedError
 from rl_service.backend import BASE, EngineBackend, LearnerBackend
 from rl_service.checkpoints import Checkpoints
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id, training_id
@@ -177,8 +177,6 @@ class TrainingService:
                 raise RefusedError(f"{path} is not for sampling; use one of save_weights_for_sampler.", param="path")
             base = base or saved.base_model
         self._training.check_name(base)
-        if len(self.clients.sampling) >= self._limits.max_sampling_clients:
-            raise RefusedError(f"there are limits.max_sampling_clients = {self._limits.max_sampling_clients} already.")
         sampler_id = sampling_id(request.session_id, request.sampling_session_seq_id)
         self.clients.open_sampling(
             Sampling(sampler_id=sampler_id, session_id=request.session_id, base_model=base, path=path)

@@ -76,7 +76,6 @@ class ClientLimits:
 
     Attributes:
         max_training_clients: Maximum number of training clients whose weights are in memory.
-        max_sampling_clients: Maximum number of sampling clients.
         max_waiting: Maximum number of waiting requests of a training or sampling client.
         max_waiting_tokens: Maximum number of tokens of these requests.
         max_waiting_bytes: Maximum size of these requests in bytes.
@@ -89,7 +88,6 @@ class ClientLimits:
     """
 
     max_training_clients: PositiveInt = 16
-    max_sampling_clients: PositiveInt = 4096
     max_waiting: PositiveInt = 4096
     max_waiting_tokens: PositiveInt = 1 << 24
     max_waiting_bytes: PositiveInt = 1 << 30
@@ -97,7 +95,7 @@ class ClientLimits:
     max_samples: PositiveInt = 1024
     kept_results_bytes: PositiveInt = 1 << 30
     kept_results_s: PositiveFloat = 300.0
-    kept_snapshots: PositiveInt = 4
+    kept_snapshots: PositiveInt = 8
     lapse_s: PositiveFloat = 3600.0
 
 
@@ -142,12 +140,20 @@ class EngineSettings:
     Attributes:
         name: "vllm", "transformers", or the name of an engine that another package installs.
         placement: Where it runs: "process", or "inline" in the server's process, which is easy to debug.
+        replicas: Number of engines; each has its own process.
+        restarts: How often an engine's process may die and start again. Its requests move to others or wait.
         start_deadline_s: Maximum time in seconds to start it.
     """
 
     name: str = "vllm"
     placement: Literal["inline", "process"] = "process"
+    replicas: PositiveInt = 1
+    restarts: NonNegativeInt = 3
     start_deadline_s: PositiveFloat = 600.0
+
+
+NOTES = """Settings come from the command line, then environment variables (RL__SERVER__PORT=8000), then the file.
+Relative paths start at the current folder. Exit status: 0 stopped; 1 failed; 2 a mistake in settings or files."""
 
 
 class ServiceSettings(BaseModel):
@@ -155,6 +161,7 @@ class ServiceSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     command: ClassVar[str] = "serve"
+    notes: ClassVar[str] = NOTES
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = ()
 
     policy: ServedPolicy

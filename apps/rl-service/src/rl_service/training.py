@@ -1,12 +1,14 @@
 """What the requests of training clients do. All of it runs on the learner's thread."""
 
 import time
+from contextlib import closing
 from functools import partial
 
 from rl_core.errors import SettingsError
 from rl_distill import AdamOptions
 from rl_distill.objectives import tinker_objective
-from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_metrics.trackers import JsonlTracker
+from rl_rollout.gateway import RefusedError, refused_field
 from rl_service.backend import LearnerBackend
 from rl_service.checkpoints import Checkpoints, Saved, expiry, weights_path
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id
@@ -115,6 +117,7 @@ class TrainingRequests:
             else:
                 result = learner.of(client.model_id).forward_backward(batch, objective, with_tokens=True)
                 logprobs, loss = result.tokens["policy_logprobs"], result.loss
+                client.loss += loss
         except Exception as error:
             if not request.forward_only:
                 client.broken = f"forward_backward {request.seq_id} failed: {error}"
@@ -125,6 +128,7 @@ class TrainingRequests:
     def _optim_step(self, client: TrainingClient, request: OptimStep) -> Answer:
         broken, client.broken = client.broken, None
         if broken is not None:
+            client.loss = 0.0
             self._learner.of(client.model_id).zero_grad()
             raise RefusedError(f"the step was not taken and its gradients are dropped, because {broken}")
         given = request.adam_params
@@ -142,6 +146,12 @@ class TrainingRequests:
         if not result.is_applied:
             raise SettingsError("the step was not taken, because the loss or the gradient norm is not finite.")
         self._clients.stepped(client, result.step)
+        loss, client.loss = client.loss, 0.0
+        folder = self._settings.server.folder / "clients" / client.model_id.replace(":", "_")
+        folder.mkdir(parents=True, exist_ok=True)
+        with closing(JsonlTracker(folder / "metrics.jsonl")) as tracker:
+            rate, norm = result.learning_rate, result.grad_norm
+            tracker.log(result.step, {"actor/loss": loss, "actor/grad_norm": norm, "actor/lr": rate})
         return Answer.of(metrics={"optim_step": result.step, "grad_norm": result.grad_norm})
 
     def _save(self, client: TrainingClient, request: SaveWeights) -> Answer:
@@ -182,7 +192,7 @@ class TrainingRequests:
         learner = self._learner.of(client.model_id)
         learner.zero_grad()
         learner.load(folder, with_optimizer=request.optimizer)
-        client.broken = None
+        client.broken, client.loss = None, 0.0
         self._clients.stepped(client, saved.step if request.optimizer else 0)
         return Answer.of(path=request.path, model_id=client.model_id, type="load_weights")
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rl_core.data import FloatArray, IntArray
 from rl_core.errors import MissingExtraError
-from rl_rollout.gateway.refusals import RefusedError, refused_field
+from rl_rollout.gateway import RefusedError, refused_field
 from rl_service.losses import Datum, ForwardBackward
 from rl_service.sampling import Sampled
 

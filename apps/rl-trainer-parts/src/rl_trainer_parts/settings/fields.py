@@ -50,11 +50,6 @@ CHANGEABLE: dict[str, tuple[str, ...]] = {
 }
 """Settings that may differ on resume, because they do not change what is learned; without names, a whole section."""
 
-ORIGINS = """Settings come from the command line, then environment variables (RL__TRAINER__STEPS=20), then the file.
-Relative paths start at the current folder. Exit status: 0 finished; 1 failed; 2 a mistake in settings or files;
-3 paused by health.pause_on; 130 or 143 stopped by Ctrl-C or SIGTERM. Pausing and stopping save a checkpoint; a second
-signal ends the run at once."""
-
 INDENT = " " * 8
 
 
@@ -261,8 +256,10 @@ def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -
                 f"{topic!r} is neither a section nor a setting.{hint} Sections: {', '.join(kind.model_fields)}."
             )
         return "\n".join(line for one in endings for line in _entry_lines(one, kind))
-    sections = textwrap.fill(f"Sections, each explained by `train --help SECTION`: {', '.join(kind.model_fields)}.")
-    lines = [usage, "", ORIGINS, "", sections]
+    sections = textwrap.fill(
+        f"Sections, each explained by `{kind.command} --help SECTION`: {', '.join(kind.model_fields)}."
+    )
+    lines = [usage, "", kind.notes, "", sections]
     for section in kind.model_fields:
         lines.extend(("", *_section_lines(section, kind)))
     return "\n".join(lines)

@@ -448,14 +448,24 @@ UPDATE_KL = ("actor/ppo_kl", "rollout_corr/kl")
 """Metrics of the distance between the policy and the one that sampled."""
 
 
+ORIGINS = """Settings come from the command line, then environment variables (RL__TRAINER__STEPS=20), then the file.
+Relative paths start at the current folder. Exit status: 0 finished; 1 failed; 2 a mistake in settings or files;
+3 paused by health.pause_on; 130 or 143 stopped by Ctrl-C or SIGTERM. Pausing and stopping save a checkpoint; a second
+signal ends the run at once."""
+
+
 class Settings(BaseModel):
     """All settings of a run, in the order of use; a trainer with further settings derives from it.
 
     Attributes:
+        command: The command that they are settings of.
+        notes: What its help says about all of them.
         also_changeable_on_resume: Further settings that may differ when a run is resumed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    command: ClassVar[str] = "train"
+    notes: ClassVar[str] = ORIGINS
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = ()
 
     run: RunSettings = Field(default_factory=RunSettings)

@@ -245,4 +245,4 @@ def _unknown(name: str, where: str, kind: type[Settings]) -> str:
     section, *_ = name.split(".")
     if name != section != renamed(section):
         where += f". [{section}] is called [{renamed(section)}] since version 0.2"
-    return f"unknown setting {name!r}{where}.{suggest(name, known)} `train --help` lists all of them."
+    return f"unknown setting {name!r}{where}.{suggest(name, known)} `{kind.command} --help` lists all of them."
