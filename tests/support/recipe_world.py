@@ -203,7 +203,7 @@ def teach(model, tokenizer, steps: int, chance: random.Random) -> None:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / steps))
-    for step in range(steps):
+    for _ in range(steps):
         rows = [encode(tokenizer, lesson(chance)) for _ in range(12)]
         length = max(len(tokens) for tokens, _ in rows)
         tokens = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row, _ in rows])
