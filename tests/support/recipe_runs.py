@@ -47,7 +47,7 @@ class Recipe:
         options: Its own options.
         figure: The number that it must reach; none only has to finish.
         limit_s: Maximum duration in seconds.
-        has_log: It takes an address, a model and a folder for its metrics, as all but scripts that make data do.
+        has_log: It takes a model and a folder for its metrics, as all but scripts of several stages do.
     """
 
     name: str
@@ -96,6 +96,7 @@ def highest(metric: str, most: float) -> Figure:
 
 REWARD = 0.3
 SMALL = "lora_rank=8"
+PLAY = "renderer_name=qwen3 max_tokens=8 max_steps=2 eval_every=0"
 RL_LOOP = "batch_size=16 group_size=8 learning_rate=4e-3 max_tokens=8 max_steps=30 save_every=0"
 RECIPES = (
     Recipe(
@@ -149,12 +150,6 @@ RECIPES = (
         figure=rise("margin"),
     ),
     Recipe(
-        name="prompt_distillation, data",
-        module="prompt_distillation.create_data",
-        options="output_file=made.jsonl",
-        has_log=False,
-    ),
-    Recipe(
         name="prompt_distillation",
         module="prompt_distillation.train",
         options=f"{SMALL} file_path=labelled.jsonl batch_size=8 learning_rate=1e-2 num_epochs=1",
@@ -172,6 +167,38 @@ RECIPES = (
         module="rl_numerics_check.train",
         options=f"{SMALL} groups_per_batch=4 group_size=4 max_tokens=16 max_steps=10 learning_rate=1e-3 save_every=0 "
         "task.page_chars=100 task.num_pages_min=1 task.num_pages_max=2",
+        figure=highest("optim/kl_sample_train_v1", 1e-4),
+    ),
+    Recipe(
+        name="preference, shorter answers",
+        module="preference.shorter.train",
+        options=f"{PLAY} batch_size=4 group_size=4 learning_rate=1e-4",
+        figure=highest("optim/kl_sample_train_v1", 1e-4),
+    ),
+    Recipe(
+        name="preference, RLHF",
+        module="preference.rlhf.rlhf_pipeline",
+        options=f"base_model={MODEL} short_name=tiny {SMALL} batch_size=4 max_steps=2 rl_max_tokens=8 eval_every=0",
+        has_log=False,
+    ),
+    Recipe(
+        name="multiplayer_rl, guess_number",
+        module="multiplayer_rl.guess_number.train",
+        options=f"{PLAY} batch_size=2 group_size=2 learning_rate=1e-4",
+        figure=highest("optim/kl_sample_train_v1", 1e-4),
+    ),
+    Recipe(
+        name="multiplayer_rl, twenty_questions",
+        module="multiplayer_rl.twenty_questions.train",
+        options=f"{PLAY} batch_size=2 group_size=2 learning_rate=1e-4",
+        figure=highest("optim/kl_sample_train_v1", 1e-4),
+    ),
+    Recipe(name="rubric, data", module="rubric.generate_data", has_log=False),
+    Recipe(
+        name="rubric",
+        module="rubric.train",
+        options=f"{PLAY} {SMALL} loss_fn=importance_sampling grader_llm_name={MODEL} grader_renderer_name=qwen3 "
+        "groups_per_batch=2 train_group_size=2 learning_rate=1e-4",
         figure=highest("optim/kl_sample_train_v1", 1e-4),
     ),
 )
@@ -215,7 +242,7 @@ class Site:
         """
         command = [self.python, "-m", f"{PACKAGE}.{recipe.module}", *recipe.options.format(**values).split()]
         if recipe.has_log:
-            command += [f"base_url={self.address}", f"model_name={MODEL}", f"log_path={log}"]
+            command += [f"model_name={MODEL}", f"log_path={log}"]
         started = time.monotonic()
         done = subprocess.run(
             command,
@@ -247,6 +274,7 @@ class Site:
             "TINKER_TELEMETRY": "0",
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(self.folder / "hub"),
+            "TINKER_COOKBOOK_RUNS_DIR": str(self.folder / "runs"),
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }

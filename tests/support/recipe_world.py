@@ -11,7 +11,7 @@ from pathlib import Path
 
 MODEL = "Qwen/Qwen3-8B"
 """The name in the cookbook's table, which decides how it renders conversations."""
-OTHER_MODELS = ("Qwen/Qwen3.6-35B-A3B",)
+OTHER_MODELS = ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-9B")
 """Names that recipes fix in their source."""
 LARGEST = 200
 TURNS = 12
