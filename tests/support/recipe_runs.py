@@ -97,6 +97,7 @@ def highest(metric: str, most: float) -> Figure:
 REWARD = 0.3
 SMALL = "lora_rank=8"
 PLAY = "renderer_name=qwen3 max_tokens=8 max_steps=2 eval_every=0"
+MATH = "loss_fn=importance_sampling group_size=8 eval_every=0 save_every=0"
 RL_LOOP = "batch_size=16 group_size=8 learning_rate=4e-3 max_tokens=8 max_steps=30 save_every=0"
 RECIPES = (
     Recipe(
@@ -131,11 +132,16 @@ RECIPES = (
         figure=rise("env/all/reward/total", REWARD),
     ),
     Recipe(
+        name="math_rl, gsm8k",
+        module="math_rl.train",
+        options=f"{SMALL} {MATH} env=gsm8k learning_rate=4e-3 groups_per_batch=16 max_tokens=8 max_steps=30",
+        figure=rise("env/all/reward/total", REWARD),
+    ),
+    Recipe(
         name="math_rl, arithmetic",
         module="math_rl.train",
-        options=f"{SMALL} loss_fn=importance_sampling learning_rate=4e-3 groups_per_batch=32 group_size=8 max_steps=40 "
-        "eval_every=0 save_every=0",
-        figure=rise("env/all/reward/total", REWARD),
+        options=f"{SMALL} {MATH} learning_rate=1e-3 groups_per_batch=16 max_steps=8",
+        figure=highest("optim/kl_sample_train_v1", 1e-4),
     ),
     Recipe(
         name="chat_sl",
