@@ -240,7 +240,8 @@ class AccumulatingLearner(Learner, Protocol):
     ) -> ForwardBackwardResult:
         """Add the gradients of a batch to those that wait for `optim_step`. Arguments are those of `train_step`.
 
-        An error leaves the gradients that wait unchanged. A batch whose `loss_weights` are all 0 adds zeros.
+        A batch whose `loss_weights` are all 0 adds zeros. An error leaves the gradients that wait unchanged, unless it
+        stops the learner, as errors of ranks in other processes do.
 
         Raises:
             ShapeError: A needed column is missing.
