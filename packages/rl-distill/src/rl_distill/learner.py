@@ -279,8 +279,8 @@ class AdapterLearner(Learner, Protocol):
 class MultiAdapterLearner(AdapterLearner, AccumulatingLearner, Protocol):
     """A learner that trains several adapters over one base in turn, each as if it were alone.
 
-    All methods of the learner act on the selected adapter. The others keep A, B, moments, step and waiting gradients in
-    host memory.
+    All methods of the learner act on the selected adapter, and exported views are valid while it is selected. The
+    others keep A, B, moments, step and waiting gradients in host memory.
     """
 
     @property

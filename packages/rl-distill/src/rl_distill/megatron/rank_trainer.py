@@ -155,21 +155,20 @@ class RankTrainer(RankModel):
         comparison = comparison_of(objective)
         wanted = OutputRequest(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
         packs = self._packs(share)
-        with self.tensors.adam.adding(has_gradients=bool(self._losses)), self._dropping():
-            self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
-        own_loss, metrics = gathered.totals()
-        loss = total_over_ranks(own_loss if self.place.answers else 0.0)
+        with self.tensors.adam.adding(has_gradients=bool(self._losses)):
+            with self._dropping():
+                self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
+            own_loss, metrics = gathered.totals()
+            loss = total_over_ranks(own_loss if self.place.answers else 0.0)
+            routing = self._routing(packs) if ROUTED_EXPERTS in share.batch else {}
+            result = ShareResult(
+                loss=loss,
+                metrics=metrics | routing,
+                tokens=gathered.tokens(share.batch) if with_tokens and self.place.answers else {},
+                computed_tokens=sum(pack.forest.num_computed for pack in packs),
+            )
         self._losses.append(loss)
-        routing = self._routing(packs) if ROUTED_EXPERTS in share.batch else {}
-        if not self.place.answers:
-            return None, gathered
-        result = ShareResult(
-            loss=loss,
-            metrics=metrics | routing,
-            tokens=gathered.tokens(share.batch) if with_tokens else {},
-            computed_tokens=sum(pack.forest.num_computed for pack in packs),
-        )
-        return result, gathered
+        return (result if self.place.answers else None), gathered
 
     def _routing(self, packs: Sequence[Pack]) -> dict[str, tuple[float, float]]:
         """Return the routing metrics of replayed experts as (weighted sum, weight); every rank calls it together.
