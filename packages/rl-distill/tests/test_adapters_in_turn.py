@@ -135,6 +135,40 @@ def test_a_new_adapter_is_the_first_of_a_learner_with_its_seed(build: Any, make_
     assert not torch.equal(next(iter(learner.export_adapter().values())), next(iter(wanted.values())))
 
 
+def test_a_lower_rank_trains_as_a_learner_of_that_rank(
+    build: Any, make_batch: MakeBatch, tied_policy: Path, tmp_path: Path
+):
+    wide = LoraOptions(rank=6, alpha=8.0, rslora=True)
+    learner, narrow = build("one", "wide", lora=wide), build("one", "narrow", lora=replace(wide, rank=2))
+    learner.train_step(make_batch(LENGTHS, seed=3), supervised_objective)
+    learner.add_adapter("narrow", rank=2)
+    for seed in range(3):
+        learner.select_adapter(FIRST_ADAPTER)
+        learner.select_adapter("narrow")
+        found, wanted = (
+            one.train_step(make_batch(LENGTHS, seed=seed), supervised_objective) for one in (learner, narrow)
+        )
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)
+    small = narrow.export_adapter()
+    for name, tensor in learner.export_adapter().items():
+        within = tensor[:2] if "lora_A" in name else tensor[:, :2]
+        torch.testing.assert_close(within, small[name], rtol=1e-3, atol=1e-4)
+        assert tensor.count_nonzero() == within.count_nonzero()
+    batch = make_batch(LENGTHS, seed=7)
+    before = learner.logprobs(batch).values
+    learner.save(tmp_path / "saved")
+    resumed = build(
+        "one", "resumed", lora=replace(wide, path=tmp_path / "saved" / "adapter", alpha=learner._lora.alpha)
+    )
+    np.testing.assert_allclose(resumed.logprobs(batch).values, before, rtol=0, atol=1e-5)
+    learner.train_step(batch, supervised_objective)
+    learner.load(tmp_path / "saved")
+    assert learner.logprobs(batch).values.tolist() == before.tolist()
+    with pytest.raises(SettingsError, match="the rank of adapter 'wider' must be from 1 to 6; found 7"):
+        learner.add_adapter("wider", rank=7)
+
+
 def test_waiting_gradients_belong_to_their_adapter(build: Any, make_batch: MakeBatch, tmp_path: Path):
     learner, batch = build("one", "learner"), make_batch(LENGTHS)
     learner.forward_backward(batch, supervised_objective)

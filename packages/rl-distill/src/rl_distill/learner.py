@@ -288,15 +288,17 @@ class MultiAdapterLearner(AdapterLearner, AccumulatingLearner, Protocol):
         """Name of the selected adapter; at first `FIRST_ADAPTER`."""
         ...
 
-    def add_adapter(self, name: str, *, seed: int | None = None) -> None:
+    def add_adapter(self, name: str, *, seed: int | None = None, rank: int | None = None) -> None:
         """Start an adapter as the learner started its first one, and select it.
 
         Args:
             name: A name that no other adapter has.
             seed: Seed of A; None uses the learner's.
+            rank: Rank up to the learner's, which is the default. A and B are padded with zeros, which stay zero, and
+                the product is scaled for this rank.
 
         Raises:
-            SettingsError: Another adapter has this name.
+            SettingsError: Another adapter has this name, or the rank is too high.
             NotReadyError: The learner trains all weights.
         """
         ...

@@ -68,8 +68,8 @@ class MegatronLearner(TrainedModel):
             backend: What computes the model: our layers, or transformers' class.
             lora: Adapter that trains instead of the weights; rank 0 trains all weights.
         """
-        self._lora = lora
-        self.adapter, self._waiting_adapters = FIRST_ADAPTER, set[str]()
+        self._lora = self._first_lora = lora
+        self.adapter, self._waiting_adapters = FIRST_ADAPTER, dict[str, LoraOptions]()
         super().__init__(policy, options, ranks=ranks, name=name, backend=backend)
         digest = None if lora.path is None or not lora.rank else AdapterFolder(lora.path).base_digest
         if digest is not None and digest[0] == options.dtype and digest[1] != self._base_digest:
@@ -90,30 +90,37 @@ class MegatronLearner(TrainedModel):
             raise NotReadyError("this learner trains all weights and has no adapter. Set lora.rank above 0.")
         return self._export("adapter", [PEFT_PREFIX + name for name in self._saved_shapes()])
 
-    def add_adapter(self, name: str, *, seed: int | None = None) -> None:
+    def add_adapter(self, name: str, *, seed: int | None = None, rank: int | None = None) -> None:
         """Start another adapter and select it; see `rl_distill.learner.MultiAdapterLearner`."""
         if not self._lora.rank:
             raise NotReadyError("this learner trains all weights and has no adapter. Set lora.rank above 0.")
         if name in {self.adapter, *self._waiting_adapters}:
             raise SettingsError(f"there is already an adapter {name!r}. Choose another name, or drop it first.")
-        self._switch_adapter(name, seed=self._options.seed if seed is None else seed)
+        most = self._lora.rank
+        if rank is not None and (not 1 <= rank <= most or (self._lora.path is not None and rank != most)):
+            ranks = f"from 1 to {most}" if self._lora.path is None else f"{most}, that of {self._lora.path}"
+            raise SettingsError(f"the rank of adapter {name!r} must be {ranks}; found {rank}.")
+        lora, rank = self._first_lora.padded_from(rank or most), rank or most
+        self._switch_adapter(name, lora, seed=self._options.seed if seed is None else seed, rank=rank)
 
     def select_adapter(self, name: str) -> None:
         """Continue another adapter; see `rl_distill.learner.MultiAdapterLearner`."""
         if name != self.adapter:
             self._check_waits(name)
-            self._switch_adapter(name, seed=0)
+            self._switch_adapter(name, self._waiting_adapters[name])
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter; see `rl_distill.learner.MultiAdapterLearner`."""
         self._check_waits(name)
         self._call_all(RankTrainer.drop_adapter, name)
-        self._waiting_adapters.remove(name)
+        del self._waiting_adapters[name]
 
-    def _switch_adapter(self, name: str, *, seed: int) -> None:
-        self.step, self._num_waiting = self._call_all(RankTrainer.select_adapter, name, seed=seed)[0]
-        self._waiting_adapters = (self._waiting_adapters | {self.adapter}) - {name}
-        self.adapter = name
+    def _switch_adapter(self, name: str, lora: LoraOptions, *, seed: int = 0, rank: int = 0) -> None:
+        found = self._call_all(RankTrainer.select_adapter, name, lora=lora, seed=seed, rank=rank)
+        self.step, self._num_waiting = found[0]
+        self._waiting_adapters[self.adapter] = self._lora
+        self._waiting_adapters.pop(name, None)
+        self.adapter, self._lora = name, lora
 
     def _check_waits(self, name: str) -> None:
         if name not in self._waiting_adapters:

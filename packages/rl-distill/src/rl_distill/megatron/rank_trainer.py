@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_core.errors import DataError
 from rl_distill.checkpoints.hf_folder import read_heads
 from rl_distill.learner import FIRST_ADAPTER, Objective, OptimStepResult
-from rl_distill.megatron.lora import drawing_by
+from rl_distill.megatron.lora import drawing_by, set_options
 from rl_distill.megatron.model import OutputRequest, TokenResults
 from rl_distill.megatron.overlap import mark_stale
 from rl_distill.megatron.rank_batches import Gathered, PlacedPack, RankShare, ShareResult, unknown_experts
@@ -22,7 +22,7 @@ from rl_distill.megatron.rank_model import RankModel, total_over_ranks
 from rl_distill.megatron.rank_tensors import RankTensors
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
-from rl_distill.options import AdamOptions
+from rl_distill.options import AdamOptions, LoraOptions
 from rl_distill.packing import Pack
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.stepping import adam_at
@@ -79,12 +79,14 @@ class RankTrainer(RankModel):
         """Discard the gradients that wait for `optim_step`."""
         self._losses = []
 
-    def select_adapter(self, name: str, *, seed: int) -> tuple[int, int]:
+    def select_adapter(self, name: str, *, lora: LoraOptions, seed: int, rank: int) -> tuple[int, int]:
         """Set the adapter in training aside and continue another one, which starts now if the name is new.
 
         Args:
             name: Name of the adapter.
+            lora: Options of the adapter, which differ from the others' in `alpha` alone.
             seed: Seed of a new adapter.
+            rank: Rank of a new adapter.
 
         Returns:
             The adapter's steps, and the number of its batches whose gradients wait.
@@ -97,8 +99,10 @@ class RankTrainer(RankModel):
             found.restore(self.tensors)
             self.step, self._losses = found.step, list(found.losses)
         else:
-            self.tensors.start_adapter(seed)
+            self.tensors.start_adapter(seed=seed, rank=rank)
             self.step, self._losses = 0, []
+        set_options(self._chunks, lora)
+        self.tensors.scaling = lora.scaling
         return self.step, len(self._losses)
 
     def drop_adapter(self, name: str) -> None:

@@ -101,7 +101,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
         with torch.no_grad():
             fill_weights(model, plan, shard)
             if plan.lora.rank:
-                fill_adapter(_adapter_alone(model), plan, shard)
+                fill_adapter(_adapter_alone(model), plan, shard, rank=plan.lora.rank)
         if plan.parallel.shard_weights:
             chunks.append(model)
             continue
@@ -168,22 +168,24 @@ def _adapter_alone(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if PARAMETER in name}
 
 
-def fill_adapter(adapter: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> None:
-    """Fill a chunk's A and B from the adapter's folder; without one, B is 0 as in peft."""
+def fill_adapter(adapter: Mapping[str, Tensor], plan: ModelPlan, shard: Shard, *, rank: int) -> None:
+    """Fill a chunk's A and B from the adapter's folder; without one, B is 0 as in peft, and so is A beyond a rank."""
     saved = None
     if plan.lora.path is not None:
         saved = read_adapter(plan.lora.path, plan.lora, adapted_modules(plan.source.config, plan.lora))
     for block in chunk_blocks(adapter, plan, shard):
-        whole = _first_adapter(block, plan) if saved is None else saved[block.name]
+        whole = _first_adapter(block, plan, rank=rank) if saved is None else saved[block.name]
         block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 
-def _first_adapter(block: TensorBlock, plan: ModelPlan) -> Tensor:
+def _first_adapter(block: TensorBlock, plan: ModelPlan, *, rank: int) -> Tensor:
     """Return a whole float32 adapter matrix: A as torch.nn.Linear's weight, from its name and the seed; B zero."""
     if block.name.endswith(LORA_B):
         return torch.zeros(block.shape)
     bound = 1.0 / math.sqrt(block.shape[1])
-    return torch.empty(block.shape).uniform_(-bound, bound, generator=_generator(block.name, plan))
+    whole = torch.empty(block.shape).uniform_(-bound, bound, generator=_generator(block.name, plan))
+    whole[rank:] = 0.0
+    return whole
 
 
 def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> list[TensorBlock]:
