@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from rl_rollout.engines import VLLMOptions  # noqa: E402
 from rl_service.main import running  # noqa: E402
 from rl_service.settings import (  # noqa: E402
     AdapterSettings,
+    ClientLimits,
     EngineSettings,
     LearnerSettings,
     ServedPolicy,
@@ -238,6 +240,21 @@ def test_a_restarted_server_says_what_was_lost_and_continues_from_what_was_saved
     np.testing.assert_allclose(logprobs_of(again.forward([datum()], "cross_entropy").result()), saved[1:], atol=1e-4)
     assert again.optim_step(types.AdamParams()).result().metrics["optim_step"] == 2.0
     client.close("success").result()
+    server.close()
+
+
+def test_a_client_without_a_sign_of_life_is_saved_and_unloaded(settings, tmp_path):
+    own = {"server": replace(settings.server, folder=tmp_path), "limits": ClientLimits(lapse_s=1e-9)}
+    server = Server(settings.model_copy(update=own))
+    client = server.client()
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    path = f"tinker://{trainer.model_id}/weights/lapsed"
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.glob("checkpoints/*/weights/lapsed/saved.json")):
+        assert time.monotonic() < deadline
+        trainer.holder.run_coroutine_threadsafe(asyncio.sleep(0.05)).result()
+    with pytest.raises(tinker.BadRequestError, match=f"no sign of life .* Its last saved state is {path}"):
+        trainer.forward([datum()], "cross_entropy").result()
     server.close()
 
 

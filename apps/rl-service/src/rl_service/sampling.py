@@ -16,6 +16,9 @@ from rl_rollout.engines import GenerateRequest, Generation, RolloutEngine, Sampl
 from rl_rollout.gateway import RefusedError, refused_field
 from rl_service.requests import Sample
 
+MAX_SEED = 1 << 52
+"""Below the largest seed of every engine; larger ones are used modulo this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
@@ -144,13 +147,9 @@ class Sampler:
             raise refused_field(
                 "num_samples", request.num_samples, f"from 1 to limits.max_samples = {self._max_samples}"
             )
-        for name in ("target_prompt_logprobs", "record_stability_info"):
+        for name in ("target_prompt_logprobs", "record_stability_info", "prompt_alt_tokens_k"):
             if getattr(request, name):
                 raise RefusedError(f"{name} is not supported by this service. Omit it.", param=name)
-        if request.prompt_alt_tokens_k:
-            raise RefusedError(
-                "prompt_alt_tokens_k is not supported by this service. Omit it.", param="prompt_alt_tokens_k"
-            )
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
             if not 0 <= getattr(request, name) <= traits.max_top_k:
                 raise refused_field(
@@ -183,7 +182,7 @@ class Sampler:
             temperature=given.temperature,
             top_p=given.top_p,
             top_k=None if given.top_k == -1 else given.top_k,
-            seed=given.seed,
+            seed=None if given.seed is None else given.seed % MAX_SEED,
             stop=texts,
             stop_token_ids=ids,
         )

@@ -269,10 +269,11 @@ class TrainingService:
 
     async def _unload(self, client: TrainingClient, why: str, *, saves_as: str | None) -> None:
         """Free a client's weights, saved under a name if there is one; its waiting requests fail."""
+        client.lost = f"its session has ended: {why}"
         unrun = self._turns.close(client.model_id)
         if saves_as is not None:
             await self._learner.call(partial(self._training.save_state, client, saves_as))
-        self.clients.end(client.model_id, f"its session has ended: {why}")
+        self.clients.end(client.model_id, client.lost)
         await self._learner.call(partial(self._learner.forget, client.model_id))
         for work in unrun:
             self.futures.settle(work.request_id, Answer.failed(str(self._lost(client)), "user"))

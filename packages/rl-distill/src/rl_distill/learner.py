@@ -240,7 +240,8 @@ class AccumulatingLearner(Learner, Protocol):
     ) -> ForwardBackwardResult:
         """Add the gradients of a batch to those that wait for `optim_step`. Arguments are those of `train_step`.
 
-        An error leaves the gradients that wait unchanged. A batch whose `loss_weights` are all 0 adds zeros.
+        A batch whose `loss_weights` are all 0 adds zeros. An error leaves the gradients that wait unchanged, unless it
+        stops the learner, as errors of ranks in other processes do.
 
         Raises:
             ShapeError: A needed column is missing.
@@ -278,8 +279,8 @@ class AdapterLearner(Learner, Protocol):
 class MultiAdapterLearner(AdapterLearner, AccumulatingLearner, Protocol):
     """A learner that trains several adapters over one base in turn, each as if it were alone.
 
-    All methods of the learner act on the selected adapter. The others keep A, B, moments, step and waiting gradients in
-    host memory.
+    All methods of the learner act on the selected adapter, and exported views are valid while it is selected. The
+    others keep A, B, moments, step and waiting gradients in host memory.
     """
 
     @property
@@ -295,11 +296,12 @@ class MultiAdapterLearner(AdapterLearner, AccumulatingLearner, Protocol):
         Args:
             name: A name that no other adapter has.
             seed: Seed of A; None uses the learner's.
-            rank: Its rank, at most the learner's, whose scaling and shapes it has: the rest of A and B stays 0.
-            frozen: Shell patterns of Hugging Face names, such as "*.mlp.*", of modules whose A and B stay 0.
+            rank: Rank up to the learner's, which is the default. A and B are padded with zeros, which stay zero, and
+                the product is scaled for this rank.
+            frozen: Shell patterns of Hugging Face names, such as "*.mlp.*", of matrices whose A and B stay zero.
 
         Raises:
-            SettingsError: Another adapter has this name, or the rank is not possible.
+            SettingsError: Another adapter has this name, or the rank is too high.
             NotReadyError: The learner trains all weights.
         """
         ...

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -168,7 +169,15 @@ class LoraOptions:
     @property
     def scaling(self) -> float:
         """Factor of the product `B @ A`."""
-        return self.alpha_in_use / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.alpha_in_use / self._divisor
+
+    @property
+    def _divisor(self) -> float:
+        return math.sqrt(self.rank) if self.rslora else float(self.rank)
+
+    def padded_from(self, rank: int) -> "LoraOptions":
+        """Return the options of an adapter of a lower rank that is padded with zeros to this rank, scaled as before."""
+        return self if rank == self.rank else replace(self, alpha=replace(self, rank=rank).scaling * self._divisor)
 
 
 @settings_record

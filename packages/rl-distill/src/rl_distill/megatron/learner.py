@@ -33,7 +33,6 @@ from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, in_batch_order, joined
 from rl_distill.megatron.ranks import LearnerRanks
-from rl_distill.megatron.setup import FirstAdapter
 from rl_distill.options import AdamOptions, LoraOptions
 from rl_distill.stepping import check_loss_weights, check_temperature
 
@@ -69,8 +68,8 @@ class MegatronLearner(TrainedModel):
             backend: What computes the model: our layers, or transformers' class.
             lora: Adapter that trains instead of the weights; rank 0 trains all weights.
         """
-        self._lora = lora
-        self.adapter, self._waiting_adapters = FIRST_ADAPTER, set[str]()
+        self._lora = self._first_lora = lora
+        self.adapter, self._waiting_adapters = FIRST_ADAPTER, dict[str, LoraOptions]()
         super().__init__(policy, options, ranks=ranks, name=name, backend=backend)
         digest = None if lora.path is None or not lora.rank else AdapterFolder(lora.path).base_digest
         if digest is not None and digest[0] == options.dtype and digest[1] != self._base_digest:
@@ -100,27 +99,31 @@ class MegatronLearner(TrainedModel):
         if name in {self.adapter, *self._waiting_adapters}:
             raise SettingsError(f"there is already an adapter {name!r}. Choose another name, or drop it first.")
         most = self._lora.rank
-        if rank is not None and not 1 <= rank <= most:
-            raise SettingsError(f"an adapter must have rank 1 to {most}, the learner's; found {rank}.")
+        if rank is not None and (not 1 <= rank <= most or (self._lora.path is not None and rank != most)):
+            ranks = f"from 1 to {most}" if self._lora.path is None else f"{most}, that of {self._lora.path}"
+            raise SettingsError(f"the rank of adapter {name!r} must be {ranks}; found {rank}.")
+        lora, rank = self._first_lora.padded_from(rank or most), rank or most
         seed = self._options.seed if seed is None else seed
-        self._switch_adapter(name, FirstAdapter(seed=seed, rank=rank or most, frozen=tuple(frozen)))
+        self._switch_adapter(name, lora, seed=seed, rank=rank, frozen=tuple(frozen))
 
     def select_adapter(self, name: str) -> None:
         """Continue another adapter; see `rl_distill.learner.MultiAdapterLearner`."""
         if name != self.adapter:
             self._check_waits(name)
-            self._switch_adapter(name)
+            self._switch_adapter(name, self._waiting_adapters[name])
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter; see `rl_distill.learner.MultiAdapterLearner`."""
         self._check_waits(name)
         self._call_all(RankTrainer.drop_adapter, name)
-        self._waiting_adapters.remove(name)
+        del self._waiting_adapters[name]
 
-    def _switch_adapter(self, name: str, first: FirstAdapter | None = None) -> None:
-        self.step, self._num_waiting = self._call_all(RankTrainer.select_adapter, name, first)[0]
-        self._waiting_adapters = (self._waiting_adapters | {self.adapter}) - {name}
-        self.adapter = name
+    def _switch_adapter(self, name: str, lora: LoraOptions, **start: Any) -> None:
+        found = self._call_all(RankTrainer.select_adapter, name, lora=lora, **start)
+        self.step, self._num_waiting = found[0]
+        self._waiting_adapters[self.adapter] = self._lora
+        self._waiting_adapters.pop(name, None)
+        self.adapter, self._lora = name, lora
 
     def _check_waits(self, name: str) -> None:
         if name not in self._waiting_adapters:

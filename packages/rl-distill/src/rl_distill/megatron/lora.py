@@ -47,9 +47,7 @@ def with_adapter(kind: type, names: Collection[str], options: LoraOptions) -> ty
 @contextlib.contextmanager
 def base_alone(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Disable the chunks' adapters inside the context."""
-    layers = [
-        layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, LoraColumn | LoraRow | LoraLinear)
-    ]
+    layers = _adapted_layers(chunks)
     for layer in layers:
         layer.is_on = False
     try:
@@ -57,6 +55,17 @@ def base_alone(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.is_on = True
+
+
+def set_options(chunks: Sequence[torch.nn.Module], options: LoraOptions) -> None:
+    """Let the chunks' adapters have other options of the same rank."""
+    for layer in _adapted_layers(chunks):
+        layer._lora = options
+
+
+def _adapted_layers(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    kinds = LoraColumn | LoraRow | LoraLinear
+    return [layer for chunk in chunks for layer in chunk.modules() if isinstance(layer, kinds)]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from rl_distill.megatron.lora import PARAMETER
 from rl_distill.megatron.optimizer import Parameters, RankAdam
 from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import group_of_copies
-from rl_distill.megatron.setup import FirstAdapter, ModelPlan, chunk_blocks, fill_adapter
+from rl_distill.megatron.setup import ModelPlan, chunk_blocks, fill_adapter
 
 States = Mapping[str, Sequence[Mapping[str, Tensor]]]
 """float32 weights and moments: by kind, one mapping per model chunk of the rank, by Megatron's name."""
@@ -29,7 +29,11 @@ Exported = Literal["weights", "base", "adapter"]
 
 
 class RankTensors:
-    """The tensors of a rank's model chunks and of their optimizer; every rank calls the same methods together."""
+    """The tensors of a rank's model chunks and of their optimizer; every rank calls the same methods together.
+
+    Attributes:
+        scaling: Factor of the adapter's product.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,7 @@ class RankTensors:
             adam: Optimizer of the chunks; None for a frozen model.
         """
         self._plan, self._chunks, self._shards, self._adam = plan, chunks, shards, adam
-        self._scaling = plan.lora.scaling if plan.lora.rank else 1.0
+        self.scaling = plan.lora.scaling if plan.lora.rank else 1.0
 
     def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the weights, the gradients and the optimizer's state."""
@@ -75,7 +79,7 @@ class RankTensors:
         """
         if what == "adapter":
             own = self._own(self._blocks(self._adapter()))
-            pieces = [_piece(block, _scaled(block, self._scaling), name=PEFT_PREFIX + block.name) for block in own]
+            pieces = [_piece(block, _scaled(block, self.scaling), name=PEFT_PREFIX + block.name) for block in own]
         else:
             added = self._added() if what == "weights" else {}
             own = self._own(self._blocks(self._base()))
@@ -138,12 +142,18 @@ class RankTensors:
         self.adam.start_moments()
         return [*adapter, *self.adam.tensors()]
 
-    def start_adapter(self, first: FirstAdapter) -> None:
-        """Start a new adapter in place of the one in training, as the model's first one would with its seed."""
-        plan = replace(self._plan, options=replace(self._plan.options, seed=first.seed))
+    def start_adapter(self, *, seed: int, rank: int, frozen: Sequence[str] = ()) -> None:
+        """Start a new adapter in place of the one in training, as the model's first one would with this seed.
+
+        Args:
+            seed: Seed of A.
+            rank: Rank of the adapter; A is 0 beyond it, and stays 0 because B is 0 too.
+            frozen: Shell patterns of matrices whose A is 0.
+        """
+        plan = replace(self._plan, options=replace(self._plan.options, seed=seed))
         with torch.no_grad(), self.adam.on_device():
             for adapter, parameters, shard in zip(self._adapter(), self._parameters(), self._shards, strict=True):
-                fill_adapter(adapter, plan, shard, first)
+                fill_adapter(adapter, plan, shard, rank=rank, frozen=frozen)
                 master = {name: parameter.detach().float() for name, parameter in parameters.items()}
                 self.adam.load(parameters, step=0, moments={}, master=master if plan.dtype != torch.float32 else None)
 
@@ -160,7 +170,7 @@ class RankTensors:
 
     def _served(self, block: TensorBlock, adapter: Mapping[str, TensorBlock]) -> Tensor:
         """Return a rectangle of the weights with the adapter merged, in the policy's dtype."""
-        merged = _merged(block, adapter, self._scaling)
+        merged = _merged(block, adapter, self.scaling)
         return merged.to(self._plan.dtype) if block.is_divided else merged
 
     def _own(self, blocks: Sequence[TensorBlock]) -> list[TensorBlock]:

@@ -14,15 +14,15 @@ from torch import Tensor
 from rl_core.errors import DataError
 from rl_distill.checkpoints.hf_folder import read_heads
 from rl_distill.learner import FIRST_ADAPTER, Objective, OptimStepResult
-from rl_distill.megatron.lora import drawing_by
+from rl_distill.megatron.lora import drawing_by, set_options
 from rl_distill.megatron.model import OutputRequest, TokenResults
 from rl_distill.megatron.overlap import mark_stale
 from rl_distill.megatron.rank_batches import Gathered, PlacedPack, RankShare, ShareResult, unknown_experts
 from rl_distill.megatron.rank_model import RankModel, total_over_ranks
 from rl_distill.megatron.rank_tensors import RankTensors
-from rl_distill.megatron.setup import FirstAdapter, ModelPlan
+from rl_distill.megatron.setup import ModelPlan
 from rl_distill.objectives.micro_batches import LOSSES, comparison_of, with_columns
-from rl_distill.options import AdamOptions
+from rl_distill.options import AdamOptions, LoraOptions
 from rl_distill.packing import Pack
 from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.stepping import adam_at
@@ -79,12 +79,13 @@ class RankTrainer(RankModel):
         """Discard the gradients that wait for `optim_step`."""
         self._losses = []
 
-    def select_adapter(self, name: str, first: FirstAdapter | None = None) -> tuple[int, int]:
-        """Set the adapter in training aside and continue another one, or start one.
+    def select_adapter(self, /, name: str, *, lora: LoraOptions, **start: Any) -> tuple[int, int]:
+        """Set the adapter in training aside and continue another one, which starts now if the name is new.
 
         Args:
             name: Name of the adapter.
-            first: How a new adapter starts; None continues one.
+            lora: Options of the adapter, which differ from the others' in `alpha` alone.
+            start: Arguments of `RankTensors.start_adapter` for a new adapter.
 
         Returns:
             The adapter's steps, and the number of its batches whose gradients wait.
@@ -92,13 +93,15 @@ class RankTrainer(RankModel):
         self.sender.withdraw()
         kept = KeptAdapter.of_rank(self.tensors, losses=self._losses, step=self.step)
         self._kept_adapters[self._adapter], self._adapter = kept, name
-        if first is None:
+        if name in self._kept_adapters:
             found = self._kept_adapters.pop(name)
             found.restore(self.tensors)
             self.step, self._losses = found.step, list(found.losses)
         else:
-            self.tensors.start_adapter(first)
+            self.tensors.start_adapter(**start)
             self.step, self._losses = 0, []
+        set_options(self._chunks, lora)
+        self.tensors.scaling = lora.scaling
         return self.step, len(self._losses)
 
     def drop_adapter(self, name: str) -> None:
@@ -155,21 +158,20 @@ class RankTrainer(RankModel):
         comparison = comparison_of(objective)
         wanted = OutputRequest(temperature=temperature, comparison=comparison, heads=self._teacher_heads)
         packs = self._packs(share)
-        with self.tensors.adam.adding(has_gradients=bool(self._losses)), self._dropping():
-            self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
-        own_loss, metrics = gathered.totals()
-        loss = total_over_ranks(own_loss if self.place.answers else 0.0)
+        with self.tensors.adam.adding(has_gradients=bool(self._losses)):
+            with self._dropping():
+                self._run(packs, evaluate, wanted=wanted, mask=mask, with_gradients=True)
+            own_loss, metrics = gathered.totals()
+            loss = total_over_ranks(own_loss if self.place.answers else 0.0)
+            routing = self._routing(packs) if ROUTED_EXPERTS in share.batch else {}
+            result = ShareResult(
+                loss=loss,
+                metrics=metrics | routing,
+                tokens=gathered.tokens(share.batch) if with_tokens and self.place.answers else {},
+                computed_tokens=sum(pack.forest.num_computed for pack in packs),
+            )
         self._losses.append(loss)
-        routing = self._routing(packs) if ROUTED_EXPERTS in share.batch else {}
-        if not self.place.answers:
-            return None, gathered
-        result = ShareResult(
-            loss=loss,
-            metrics=metrics | routing,
-            tokens=gathered.tokens(share.batch) if with_tokens else {},
-            computed_tokens=sum(pack.forest.num_computed for pack in packs),
-        )
-        return result, gathered
+        return (result if self.place.answers else None), gathered
 
     def _routing(self, packs: Sequence[Pack]) -> dict[str, tuple[float, float]]:
         """Return the routing metrics of replayed experts as (weighted sum, weight); every rank calls it together.

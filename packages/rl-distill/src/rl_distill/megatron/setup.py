@@ -4,7 +4,7 @@ import fnmatch
 import hashlib
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from rl_core.weights import LORA_A, LORA_B
+from rl_core.weights import LORA_B
 from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.tensor_shapes import output_name
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
@@ -102,7 +102,7 @@ def build_chunks(plan: ModelPlan, shards: list[Shard], *, device: torch.device) 
         with torch.no_grad():
             fill_weights(model, plan, shard)
             if plan.lora.rank:
-                fill_adapter(_adapter_alone(model), plan, shard)
+                fill_adapter(_adapter_alone(model), plan, shard, rank=plan.lora.rank)
         if plan.parallel.shard_weights:
             chunks.append(model)
             continue
@@ -169,46 +169,30 @@ def _adapter_alone(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if PARAMETER in name}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstAdapter:
-    """The start of an adapter.
-
-    Attributes:
-        seed: Seed of A.
-        rank: Its rank; the rows of A beyond it are 0, and stay 0 because B's columns are.
-        frozen: Shell patterns of modules whose A is 0.
-    """
-
-    seed: int
-    rank: int
-    frozen: tuple[str, ...] = ()
-
-    def limit(self, name: str, whole: Tensor) -> Tensor:
-        """Return a whole matrix without what does not train."""
-        if name.endswith(LORA_A):
-            whole[0 if any(fnmatch.fnmatchcase(name, one) for one in self.frozen) else self.rank :] = 0
-        return whole
-
-
 def fill_adapter(
-    adapter: Mapping[str, Tensor], plan: ModelPlan, shard: Shard, first: FirstAdapter | None = None
+    adapter: Mapping[str, Tensor], plan: ModelPlan, shard: Shard, *, rank: int, frozen: Sequence[str] = ()
 ) -> None:
-    """Fill a chunk's A and B from the adapter's folder; without one, B is 0 as in peft."""
+    """Fill a chunk's A and B from the adapter's folder; without one, B is 0 as in peft.
+
+    A is 0 beyond a rank, and in matrices whose name matches a pattern of `frozen`.
+    """
     saved = None
     if plan.lora.path is not None:
         saved = read_adapter(plan.lora.path, plan.lora, adapted_modules(plan.source.config, plan.lora))
     for block in chunk_blocks(adapter, plan, shard):
-        whole = _first_adapter(block, plan) if saved is None else saved[block.name]
-        whole = whole if first is None else first.limit(block.name, whole)
+        of_block = 0 if any(fnmatch.fnmatchcase(block.name, one) for one in frozen) else rank
+        whole = _first_adapter(block, plan, rank=of_block) if saved is None else saved[block.name]
         block.write(whole[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))])
 
 
-def _first_adapter(block: TensorBlock, plan: ModelPlan) -> Tensor:
+def _first_adapter(block: TensorBlock, plan: ModelPlan, *, rank: int) -> Tensor:
     """Return a whole float32 adapter matrix: A as torch.nn.Linear's weight, from its name and the seed; B zero."""
     if block.name.endswith(LORA_B):
         return torch.zeros(block.shape)
     bound = 1.0 / math.sqrt(block.shape[1])
-    return torch.empty(block.shape).uniform_(-bound, bound, generator=_generator(block.name, plan))
+    whole = torch.empty(block.shape).uniform_(-bound, bound, generator=_generator(block.name, plan))
+    whole[rank:] = 0.0
+    return whole
 
 
 def chunk_blocks(state: Mapping[str, Tensor], plan: ModelPlan, shard: Shard) -> list[TensorBlock]:
