@@ -47,7 +47,10 @@ def inputs() -> Any:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"rollout": SimpleNamespace(loop="verifiers")}, 'rollout.loop = "verifiers" does not take prompts with images'),
+        (
+            {"rollout": SimpleNamespace(loop="verifiers")},
+            'rollout.loop = "verifiers" does not take prompts with images',
+        ),
         ({"distillation": SimpleNamespace(is_on=True)}, "distillation does not take prompts with images"),
         (
             {"critic": SimpleNamespace(path=Path("text")), "algorithm": SimpleNamespace(advantage="gae")},
