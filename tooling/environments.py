@@ -29,7 +29,7 @@ APPS = ("rl-trainer-parts", "rl-sync-trainer", "rl-async-trainer")
 PROJECTS = (*(f"packages/{name}" for name in PACKAGES), *(f"apps/{name}" for name in APPS))
 UNIT_EXTRAS = {
     "rl-core": ("rl-core[torch,prometheus,zarr,gpu]",),
-    "rl-rollout": ("rl-core[torch]", "rl-rollout[peft,math,datasets,tools,mcp,http,json-schema,skip,gateway]"),
+    "rl-rollout": ("rl-core[torch]", "rl-rollout[peft,images,math,datasets,tools,mcp,http,json-schema,skip,gateway]"),
     "rl-distill": ("rl-core[torch]", "rl-distill[megatron,cache]"),
     "rl-metrics": ("rl-core", "rl-metrics[tensorboard,wandb,mlflow,parquet]"),
 }

@@ -24,6 +24,7 @@ class InventedPrompts(list[Any]):
     longest = 0
     num_dropped = 0
     num_images = 0
+    num_unplaced = 0
 
     def __init__(self, count: int) -> None:
         super().__init__([SimpleNamespace(messages=())] * count)
@@ -32,5 +33,5 @@ class InventedPrompts(list[Any]):
 def invented_inputs(train: int, *, validation: int = 0, test: int = 0) -> Inputs:
     """Inputs with these numbers of prompts."""
     splits: Any = {"train": train, "validation": validation, "test": test}
-    tokenizer: Any = None
+    tokenizer: Any = SimpleNamespace(sees_images=False)
     return Inputs(tokenizer=tokenizer, **{name: InventedPrompts(count) for name, count in splits.items()})

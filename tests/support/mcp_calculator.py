@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp_types import CallToolResult
 
 OUTPUT = os.dup(1)  # the server hides its standard output from its tools
@@ -24,6 +24,12 @@ def add(a: int, b: int) -> str:
 def environment(name: str) -> str:
     """Return a variable of the server's environment."""
     return os.environ.get(name, "none")
+
+
+@server.tool()
+def draw() -> list[str | Image]:
+    """Return a text and a picture."""
+    return ["a drawing", Image(data=b"PNG", format="png")]
 
 
 @server.tool()

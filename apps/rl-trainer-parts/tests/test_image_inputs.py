@@ -87,6 +87,24 @@ def test_images_are_kept_in_the_runs_folder_only_if_there_are_any(
     assert (tmp_path / "images").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("loop", "sees", "distils", "shown"),
+    [
+        ("single_turn", True, False, False),
+        ("tools", True, False, True),
+        ("environment", True, False, True),
+        ("tools", False, False, False),
+        ("tools", True, True, False),
+    ],
+)
+def test_tools_and_environments_may_show_images_although_no_prompt_has_one(
+    tmp_path: Path, loop: str, sees: bool, distils: bool, shown: bool
+) -> None:
+    settings = settings_of(tmp_path, rollout=SimpleNamespace(loop=loop), distillation=SimpleNamespace(is_on=distils))
+    tokenizer: Any = SimpleNamespace(sees_images=sees)
+    assert inputs_of_runs.shows_images(settings, replace(invented_inputs(train=5), tokenizer=tokenizer)) == shown
+
+
 def test_a_canary_has_an_image_if_a_prompt_has_one(tmp_path: Path) -> None:
     prompts: Any = WithImages(5)
     for index in range(5):

@@ -19,7 +19,8 @@ def test_different_end_tokens_of_model_and_tokenizer_are_told(tmp_path: Path, na
         prompts=SimpleNamespace(template_options={}),
     )
     inputs: Any = SimpleNamespace(
-        train=[SimpleNamespace(messages=())], tokenizer=SimpleNamespace(has_chat_template=False, eos_token_id=9)
+        train=[SimpleNamespace(messages=())],
+        tokenizer=SimpleNamespace(has_chat_template=False, eos_token_id=9, sees_images=False),
     )
     notes = list(input_notes(settings, inputs))
     assert len(notes) == num_notes

@@ -266,6 +266,7 @@ HOSTILE = [
     (chat_image("é"), ".image_url.url", "must be base64"),
     (chat_image(""), ".image_url.url", "cannot be decoded"),
     (chat_image(bomb()), ".image_url.url", "67108864 pixels; it has 9000 x 9000"),
+    (chat_image(picture(1, width=1, height=400)), ".image_url.url", "refuses an image of 1 x 400 pixels"),
     (chat_image(TORN), ".image_url.url", "cannot be decoded"),
     (chat_image(base64.b64encode(b"%PDF-1.7 a document").decode()), ".image_url.url", "expected one of PNG"),
     (block(base64.b64encode(b"<svg/>").decode()), ".source.data", "expected one of PNG"),

@@ -143,6 +143,7 @@ def test_a_new_trajectory_keeps_the_prompts_images_and_those_of_its_turns(prompt
     ("parts", "told"),
     [
         ([{"type": "image", "image": b"no picture"}], "returned an image that cannot be used: an image cannot be dec"),
+        ([{"type": "image", "image": picture(0, width=1, height=400)}], "used: .* refuses an image of 1 x 400 pixels"),
         ([{"type": "image", "path": "a.png"}], r"a tool's parts must be .* found parts of type \['image'\]"),
     ],
 )
@@ -159,18 +160,24 @@ def test_an_image_of_a_tool_that_cannot_be_used_is_told_to_the_model(prompt, tok
     assert group.trajectories[0].extras["tool_calls"] == {"raised": 1}
 
 
-def test_a_model_of_text_is_told_that_it_cannot_see(tied_model_dir):
+@pytest.mark.parametrize(
+    ("text", "outcome", "told"),
+    [
+        ("", "raised", "Error: look returned an image, which this model does not take."),
+        ("seen", "ok", "seen\n[1 images are left out, because this run shows none]"),
+    ],
+)
+def test_a_model_of_text_is_told_that_it_cannot_see(text, outcome, told):
     class Look:
         name, description, parameters = "look", "Looks.", {"type": "object"}
 
         async def call(self, _arguments):
-            return TextAndImages("seen", (picture(0),))
+            return TextAndImages(text, (picture(0),))
 
     from rl_rollout.tools import ToolCall, ToolRunner
 
     (result,) = asyncio.run(ToolRunner(ToolBox([Look()])).run([ToolCall(name="look")]))
-    assert (result.outcome, result.images) == ("raised", ())
-    assert "which this model does not take" in result.text
+    assert (result.outcome, result.images, result.text) == (outcome, (), told)
 
 
 def test_sessions_with_images_are_scored_again_with_them(prompt, tokenizer):

@@ -3,6 +3,7 @@ import functools
 import http.server
 import io
 import json
+import shutil
 import threading
 
 import numpy as np
@@ -64,6 +65,7 @@ SAME = [
     {"prompt": user({"type": "image_url", "image_url": DATA}, TEXT)},
     {"prompt": user("<image>how many?"), "images": [{"path": NAME, "bytes": None}]},
     {"prompt": user("how many?"), "images": [{"image": NAME}]},
+    {"prompt": user("how many?"), "images": [{"bytes": DATA.partition(",")[2]}]},
 ]
 
 
@@ -112,7 +114,11 @@ REFUSED = [
     ({"images": ["https://a.b/c.png"]}, r"field `images\[0\]`: 'https://a.b/c.png' is a URL, which is not fetched"),
     ({"images": [7]}, r"field `images\[0\]`: expected the bytes or the path of an image; found 7"),
     ({"images": ["data:image/png;base64,!"]}, r"field `images\[0\]`: a `data:` URL must have base64"),
-    ({"images": ["data:image/png,x"]}, r"field `images\[0\]`: an image must have 1 to"),
+    (
+        {"images": ["data:image/png,x"]},
+        r"field `images\[0\]`: a `data:` URL must have base64; found 'data:image",
+    ),
+    ({"images": ["data:image/png;base64,"]}, r"field `images\[0\]`: an image must have 1 to .*; found 0"),
     ({"images": [NAME] * 2}, r"field `images`: 2 images, but the messages have places for 1"),
     ({"images": [NAME] * 17, "prompt": user("<image>" * 17)}, "17 images, more than prompts.max_images = 16"),
     ({"prompt": user({"type": "image"}, {"type": "image"})}, r"field `prompt\[0\].content\[1\]`: a place for an image"),
@@ -120,6 +126,16 @@ REFUSED = [
     (
         {"prompt": user("<image><|image_pad|>")},
         r"field `prompt`: a prompt with 1 images must have as many placeholders",
+    ),
+    (
+        {"images": [{"image": NAME, "max_pixels": 100}]},
+        r"field `images\[0\]`: max_pixels of one image is not supported",
+    ),
+    ({"image": NAME}, r"images must be in one column; found images and image"),
+    ({"videos": ["a.mp4"], "images": []}, r"found `videos`. Videos are not supported"),
+    (
+        {"prompt": user("how<|image_pad|> many?"), "images": []},
+        r"field `prompt`: token 5 stands for an image, and the row",
     ),
     ({"prompt": "<image>?"}, r'field `prompt`: a prompt with images must be a list of .*plain_prompts = "chat"'),
 ]
@@ -275,3 +291,26 @@ def test_an_image_whose_file_is_torn_is_written_again(tmp_path):
     assert store.put(picture(0)) == digest
     assert store.get(digest) == picture(0)
     assert [one.name for one in tmp_path.glob("*/*")] == [digest]
+
+
+def test_another_image_processor_gives_another_fingerprint(load, folder, vision_folder, tmp_path):
+    rows = [{"prompt": user("<image>?"), "images": [NAME]}]
+    changed = tmp_path / "changed"
+    shutil.copytree(vision_folder, changed)
+    settings = json.loads((changed / "preprocessor_config.json").read_text())
+    (changed / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.4] * 3}))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows))
+    found = []
+    for model in (vision_folder, vision_folder, changed):
+        tokenizer = PromptTokenizer.load(model, image_folder=tmp_path)
+        prompts = load_prompts([folder / "rows.jsonl"], tokenizer, PromptOptions(max_tokens=200))
+        found.append((prompts.fingerprint, tokenizer.fingerprint["images"]))
+    assert found[0] == found[1]
+    assert found[0][0] != found[2][0]
+    assert found[0][1] != found[2][1]
+    assert "images" not in PromptTokenizer.load(vision_folder).fingerprint
+
+
+def test_places_for_images_without_a_column_are_counted(load):
+    misnamed = {"prompt": user("<image>how many?"), "img": [NAME]}
+    assert load(misnamed, {"prompt": user("<image>?"), "images": [NAME]}, {"prompt": "1?"}).num_unplaced == 1

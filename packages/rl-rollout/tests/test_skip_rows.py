@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from rl_core.errors import BrokenEntryError, CacheError
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import EntryKey, EntryStore
-from rl_rollout.skip.rows import count, decode_groups, iter_arrays, storable
+from rl_rollout.skip.rows import count, decode_groups, decode_images, image_digests, iter_arrays, storable
 
 KEY = EntryKey(step=1)
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -27,10 +28,24 @@ OBJECTS = st.dictionaries(TEXT, JSON, max_size=3)
 LOGPROBS = st.floats(width=32) | st.sampled_from([-0.0, -math.inf, math.nan])
 
 
+STORED = {sha256(data).hexdigest(): data for data in (b"one", b"another image")}
 IMAGES = st.lists(
-    st.builds(ImageSpan, digest=st.sampled_from(["a" * 64, "b" * 64]), start=st.integers(0, 9), length=st.just(4)),
+    st.builds(ImageSpan, digest=st.sampled_from(sorted(STORED)), start=st.integers(0, 9), length=st.just(4)),
     max_size=2,
 ).map(tuple)
+
+
+class Store:
+    """Images that no library needs to read."""
+
+    def __init__(self):
+        self.kept = []
+
+    def get(self, digest):
+        return STORED[digest]
+
+    def put(self, data):
+        self.kept.append(data)
 
 
 def experts_of(length):
@@ -96,9 +111,11 @@ def group_results(draw):
 
 @given(st.lists(group_results(), max_size=4))
 def test_any_groups_come_back_to_the_bit(groups):
-    found = decode_groups(dict(iter_arrays(groups)), path="entry")
+    arrays = dict(iter_arrays(groups, images=Store()))
+    found = decode_groups(arrays, path="entry")
     assert_same_groups(found, groups)
     assert count(found) == count(groups)
+    assert decode_images(arrays, found, path="entry") == [STORED[digest] for digest in image_digests(groups)]
 
 
 @pytest.mark.parametrize(
@@ -123,20 +140,46 @@ def test_experts_that_do_not_fit_are_refused(name, change):
 @pytest.mark.soak
 @given(st.lists(group_results(), max_size=4))
 def test_skip_cache_rows_of_any_groups_come_back_to_the_bit(groups):
-    assert_same_groups(decode_groups(dict(iter_arrays(groups)), path="entry"), groups)
+    assert_same_groups(decode_groups(dict(iter_arrays(groups, images=Store())), path="entry"), groups)
 
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_any_groups_come_back_from_the_disk(tmp_path, compress):
-    store = EntryStore(str(tmp_path), compress=compress)
+    images = Store()
+    store = EntryStore(str(tmp_path), compress=compress, images=images)
 
     @settings(max_examples=15)
     @given(st.lists(group_results(), max_size=4))
     def check(groups):
         store.write(KEY, groups, fingerprint={}, generate_s=1.0, replace=True)
+        images.kept.clear()
         assert_same_groups(store.read(KEY).groups, groups)
+        assert images.kept == [STORED[digest] for digest in image_digests(groups)]
 
     check()
+
+
+def test_images_that_are_not_those_of_the_groups_are_refused(tmp_path):
+    (group,) = make_groups(1, 1)
+    digests = sorted(STORED)
+    group = replace(
+        group, prompt=replace(group.prompt, images=tuple(ImageSpan(digest=one, start=0, length=1) for one in digests))
+    )
+    arrays = dict(iter_arrays([group], images=Store()))
+    whole = arrays["images"]
+    wrong = [
+        {**arrays, "images": np.concatenate([whole[:-1], whole[-1:] + 1])},
+        {**arrays, "image_offsets": arrays["image_offsets"][[0, 2]]},
+        {name: array for name, array in arrays.items() if not name.startswith("image")},
+    ]
+    assert decode_images(arrays, [group], path="entry") == [STORED[one] for one in digests]
+    for changed in wrong:
+        with pytest.raises(BrokenEntryError, match="entry/images: it must have the images"):
+            decode_images(changed, [group], path="entry")
+    with pytest.raises(BrokenEntryError, match="it has the arrays"):
+        decode_groups({name: array for name, array in arrays.items() if name != "images"}, path="entry")
+    with pytest.raises(CacheError, match="groups with images need the store that has them"):
+        EntryStore(str(tmp_path)).write(KEY, [group], fingerprint={}, generate_s=1.0)
 
 
 def test_what_would_not_come_back_is_refused_as_it_is_stored(tmp_path):

@@ -18,7 +18,7 @@ from chat_model import Speaker, chat_prompt, in_turn, make_tokenizer, run_loop
 
 from rl_core.errors import SettingsError, ToolError
 from rl_rollout.loops import resolve_loop
-from rl_rollout.tools import CallOptions, ToolBox, ToolCall, ToolRunner
+from rl_rollout.tools import CallOptions, TextAndImages, ToolBox, ToolCall, ToolRunner
 from rl_rollout.tools.mcp import McpServer
 from rl_rollout.tools.mcp_options import McpServerOptions
 
@@ -100,6 +100,15 @@ def test_tools_are_listed_called_and_given_the_environment():
     assert [result.text for result in results[:3]] == ["42", "open", "none"]
     assert results[3].text == "Error: Error executing tool fail"  # the library hides the exception
     assert [result.outcome for result in results] == ["ok", "ok", "ok", "raised", "raised"]
+
+
+def test_the_images_of_a_result_are_given():
+    async def ask(runner):
+        return await runner._toolbox.get("draw").call({}), *await runner.run([call("draw")])
+
+    whole, shown = using(McpServerOptions(command=COMMAND, tools=("draw",)), ask)
+    assert whole == TextAndImages("a drawing", (b"PNG",))
+    assert (shown.text, shown.outcome) == ("a drawing\n[1 images are left out, because this run shows none]", "ok")
 
 
 def test_the_schema_is_the_servers_and_tools_can_be_chosen():

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from rl_core.data import IntArray, Json, Prompt, Trajectory
+from rl_core.data import BoolArray, IntArray, Json, Prompt, Trajectory
 from rl_core.errors import DataError, RolloutError, SettingsError
 from rl_core.record_fields import PositiveInt, record, settings_record
 from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
@@ -129,6 +129,7 @@ class Rollout:
         self._options = options or RolloutOptions()
         images = None if tokenizer is None else tokenizer.images
         self._images = None if images is None else EngineImages(images.processor, images.store)
+        self._image_token_id = None if tokenizer is None else tokenizer.image_token_id
         self._score_audit = ScoreAudit(engine, served, tolerance=self._options.audit.rescored_tolerance)
         limit = self._options.max_concurrent_groups
         self._slots = None if limit is None else asyncio.Semaphore(limit)
@@ -282,18 +283,23 @@ class Rollout:
             return error
 
     def _trainable(self, result: GroupResult) -> GroupResult:
-        """Mark the sessions as failed that sampled a placeholder of images, which the learner would take for one."""
-        if self._images is None:
+        """Mark the sessions as failed that have placeholders without an image, which the learner would take for one."""
+        token_id = self._image_token_id
+        if token_id is None:
             return result
-        token_id = self._images.token_id
-        reason = f"the policy sampled token {token_id}, the placeholder of images, which stands for no image here"
-        sessions = tuple(
-            SessionResult(trajectories=tuple(replace(row, reward=None) for row in one.trajectories), failure=reason)
-            if one.failure is None and any(token_id in row.input_ids[row.loss_mask] for row in one.trajectories)
-            else one
-            for one in result.sessions
-        )
-        return replace(result, sessions=sessions)
+        sessions = list(result.sessions)
+        for index, one in enumerate(sessions):
+            strays = [_is_stray(row, token_id) for row in one.trajectories] if one.failure is None else []
+            if any(stray.any() for stray in strays):
+                is_sampled = any(
+                    (stray & row.loss_mask).any() for stray, row in zip(strays, one.trajectories, strict=True)
+                )
+                who = "the policy sampled" if is_sampled else "the session has"
+                sessions[index] = SessionResult(
+                    trajectories=tuple(replace(row, reward=None) for row in one.trajectories),
+                    failure=f"{who} token {token_id}, the placeholder of images, which stands for no image here",
+                )
+        return replace(result, sessions=tuple(sessions))
 
     def _audited(self, result: GroupResult, recording: RecordingEngine) -> GroupResult:
         """Mark the sessions as failed whose tokens the engine did not sample."""
@@ -331,6 +337,14 @@ class Rollout:
             for index, session in enumerate(result.sessions)
             if session.failure is None and stable_seed(seed, f"{what} {uid} {index}") < share * (1 << SEED_BITS)
         ]
+
+
+def _is_stray(row: Trajectory, token_id: int) -> BoolArray:
+    """Return [T] True for the placeholders of images that belong to none of the trajectory's images."""
+    found: BoolArray = row.input_ids == token_id
+    for image in row.images:
+        found[image.start : image.start + image.length] = False
+    return found
 
 
 def _without(result: GroupResult, refused: Mapping[int, DataError]) -> GroupResult:

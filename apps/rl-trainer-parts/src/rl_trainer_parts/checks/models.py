@@ -117,8 +117,8 @@ def check_images(settings: Settings, inputs: Inputs) -> None:
     found, loop, critic = [], settings.rollout.loop, settings.critic.path
     if loop == "verifiers":
         found.append(
-            'rollout.loop = "verifiers" does not take prompts with images. Use "single_turn", "tools", "environment" or '
-            '"agent".'
+            'rollout.loop = "verifiers" does not take prompts with images. Use "single_turn", "tools", "environment" '
+            'or "agent".'
         )
     if settings.distillation.is_on:
         found.append("distillation does not take prompts with images: teachers read tokens. Leave [distillation] out.")

@@ -32,7 +32,7 @@ from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.machine.needs import BYTES, GIB
 from rl_trainer_parts.rollouts.engines import longest_trajectory, replica_pool
-from rl_trainer_parts.rollouts.inputs import Inputs
+from rl_trainer_parts.rollouts.inputs import Inputs, shows_images
 from rl_trainer_parts.rollouts.setup import proof_tolerances
 from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
@@ -250,8 +250,11 @@ def _arithmetic(settings: Settings, inputs: Inputs) -> Iterator[str]:
     yield from _ending(trainer)
     if settings.prompts.validation_samples > 1:
         yield f"{INDENT}{settings.prompts.validation_samples} responses to each of these"
-    if inputs.num_images:
-        yield f"  images     {counted(inputs.num_images, 'image')} in the prompts, kept in {settings.run_folder}/images"
+    if shows_images(settings, inputs):
+        shown = (
+            f"{counted(inputs.num_images, 'image')} in the prompts" if inputs.num_images else "those that turns return"
+        )
+        yield f"  images     {shown}, kept in {settings.run_folder}/images"
     form = "messages, formatted by the chat template" if inputs.train[0].messages else "plain text, unchanged"
     yield f"  prompts    {form}; the longest has {inputs.train.longest} tokens"
     if dropped := sum(one.num_dropped for one in (inputs.train, inputs.validation, inputs.test) if one is not None):

@@ -16,7 +16,7 @@ from rl_trainer_parts.checks.models import check_engines, check_images, check_lo
 from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.machine.needs import machine_problems
 from rl_trainer_parts.rollouts.evaluation import validate_policy
-from rl_trainer_parts.rollouts.inputs import Inputs, input_notes, read_inputs, with_kept_images
+from rl_trainer_parts.rollouts.inputs import Inputs, input_notes, read_inputs, shows_images, with_kept_images
 from rl_trainer_parts.run.folder import (
     RunFolder,
     choose_date,
@@ -66,7 +66,7 @@ def train_checked(
         check_images(settings, inputs)
         check_teachers(settings, inputs.tokenizer, inputs.train)
         loop_lines = check_loop(settings, inputs.tokenizer)
-        check_engines(settings, has_images=inputs.num_images > 0)
+        check_engines(settings, has_images=shows_images(settings, inputs))
         settings = choose_products(settings, resume=resume)
     notes = (*input_notes(settings, inputs), *aggregation_notes(settings))
     for note in (*notes, *unused_settings(settings, also_unused)):
@@ -103,7 +103,7 @@ def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]
         say(f"note: {note}")
     check_images(settings, inputs)
     check_loop(settings, inputs.tokenizer)
-    check_engines(settings, has_images=inputs.num_images > 0)
+    check_engines(settings, has_images=shows_images(settings, inputs))
     with TemporaryDirectory(prefix="validate-") as folder:  # for images; the run's folder may be in use
         apart = settings.model_copy(update={"run": replace(settings.run, directory=Path(folder), name="run")})
         apart.run_folder.mkdir()

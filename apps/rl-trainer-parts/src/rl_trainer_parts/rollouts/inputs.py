@@ -9,9 +9,11 @@ from pathlib import Path
 
 from rl_core.errors import SettingsError
 from rl_core.images import ImageStore
+from rl_core.terminal_text import counted
 from rl_rollout.engines import RolloutEngine, ScriptedEngine, model_end_tokens, vocabulary_size
 from rl_rollout.prompts import PromptOptions, PromptSet, PromptTokenizer, load_prompts
 from rl_rollout.rewards import JudgeModel, RewardScorer, build_scorer
+from rl_rollout.skip import prompt_digest
 from rl_trainer_parts.settings.fields import with_value
 from rl_trainer_parts.settings.schema import Settings
 
@@ -43,13 +45,21 @@ class Inputs:
         return sum(split.num_images for split in self.splits)
 
 
+def shows_images(settings: Settings, inputs: Inputs) -> bool:
+    """Return whether the policy may get images: of prompts, or of tools, environments and agents."""
+    if inputs.num_images:
+        return True
+    has_turns = settings.rollout.loop not in ("single_turn", "verifiers") and not settings.distillation.is_on
+    return has_turns and inputs.tokenizer.sees_images
+
+
 def with_kept_images(settings: Settings, inputs: Inputs) -> Inputs:
     """Inputs whose images are kept in the run's folder, where engines and learner read them.
 
     Raises:
         SettingsError: The image processor cannot be used.
     """
-    if not inputs.num_images:
+    if not shows_images(settings, inputs):
         return inputs
     folder = settings.run_folder / "images"
     folder.mkdir(exist_ok=True)
@@ -64,6 +74,11 @@ def input_notes(settings: Settings, inputs: Inputs) -> Iterator[str]:
         yield (
             "the prompts are plain text and reach the model unchanged, although its tokenizer has a chat template; "
             'prompts.plain_prompts = "chat" turns each into a user message'
+        )
+    if inputs.tokenizer.sees_images and (unplaced := sum(split.num_unplaced for split in inputs.splits)):
+        yield (
+            f"{counted(unplaced, 'prompt has', 'prompts have')} <image> in the text and no image, so that the policy "
+            "reads the word; images belong in the column `images`"
         )
     turns = settings.rollout.loop_options.get("turns")
     has_plain_turns = isinstance(turns, Mapping) and turns.get("kind") == "plain"
@@ -121,6 +136,8 @@ def read_inputs(settings: Settings) -> Inputs:
         validation=load(settings.prompts.validation),
         test=load(settings.prompts.test),
     )
+    if settings.rollout_cache.enabled:
+        prompt_digest(train[0])  # before models load
     with closing(make_scorer(settings, tokenizer, ScriptedEngine({}))) as scorer:  # check it before models load
         asyncio.run(scorer.rehearse(train[0]))
     return inputs

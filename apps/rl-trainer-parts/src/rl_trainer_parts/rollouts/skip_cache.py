@@ -8,6 +8,7 @@ from pathlib import Path
 from rl_core import Prompt
 from rl_core.data import Json
 from rl_core.errors import NotReadyError, SettingsError
+from rl_core.images import ImageStore
 from rl_core.secret_settings import redact
 from rl_core.weights import PublishReport
 from rl_distill.teacher import model_fingerprint
@@ -44,7 +45,7 @@ class SkipCacheReplay:
             MissingExtraError: The cache needs a library that is not installed.
         """
         self._settings = settings
-        self._cache = SkipCache(settings.rollout_cache, on_event=say)
+        self._cache = _open_cache(settings, say)
         self._common: RolloutOrigin | None = None
         if settings.rollout_cache.enabled:
             self._common = _common_circumstances(settings, tokenizer)
@@ -82,6 +83,12 @@ class SkipCacheReplay:
         if step.is_replayed and self._settings.rollout_cache.rewards == "again":
             return replace(step, groups=tuple(await rollout.score_again(step.groups)))
         return step
+
+
+def _open_cache(settings: Settings, say: Callable[..., None]) -> SkipCache:
+    folder = settings.image_folder
+    images = None if folder is None else ImageStore(folder)
+    return SkipCache(settings.rollout_cache, on_event=say, images=images)
 
 
 def with_absolute_cache(settings: SettingsT) -> SettingsT:
@@ -138,7 +145,7 @@ def groupwise_cache(
         source={"prompts": prompts_digest, "groups_per_step": groups_per_step},
     )
     return GroupwiseCache(
-        SkipCache(settings.rollout_cache, on_event=say),
+        _open_cache(settings, say),
         partial(_circumstances, common, rollout, sampling_params(settings), engine=engine),
         groups_per_step=groups_per_step,
         replaces_failed=replaces_failed,

@@ -101,7 +101,7 @@ class PromptSettings:
     overlong: Literal["error", "drop"] = "error"
     plain_prompts: Literal["raw", "chat"] = "raw"
     requires_ground_truth: bool = True
-    max_images: PositiveInt = 16
+    max_images: Annotated[int, Ge(1), Le(64)] = 16
     image_folders: tuple[Path, ...] = ()
     image_urls: tuple[str, ...] = ()
     template_options: dict[str, str | bool | int | float] = field(default_factory=dict)

@@ -4,8 +4,9 @@ The only file that knows transformers' processors. Nothing in a folder runs as c
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from rl_core.record_fields import converts_arguments
 
 Pixels = Mapping[str, NDArray[Any]]
 """Inputs of a model by name, such as pixel_values and image_grid_thw, whose first axes join those of several images."""
+
+PROBES = ((300, 40), (40, 300), (30, 20))
+"""Widths and heights of images whose counted tokens are compared with the computed ones."""
 
 
 class ImageProcessor:
@@ -53,7 +57,9 @@ class ImageProcessor:
             from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
             from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
         except ImportError as error:
-            raise MissingExtraError("images need transformers and Pillow. Install both.") from error
+            raise MissingExtraError(
+                "images need transformers and Pillow. Install rl-core[images] as the README says."
+            ) from error
         options: dict[str, Any] = {"local_files_only": True}
         try:
             config: Any = AutoConfig.from_pretrained(folder, **options, trust_remote_code=False)
@@ -79,7 +85,8 @@ class ImageProcessor:
             images: The encoded images, in the order of the text.
 
         Raises:
-            DataError: The text has another number of placeholders, or an image cannot be decoded.
+            DataError: The text has another number of placeholders, or an image cannot be decoded, or the model's
+                processor refuses it.
         """
         placeholder: str = self._processor.image_token
         if text.count(placeholder) != len(images):
@@ -87,7 +94,7 @@ class ImageProcessor:
                 f"a prompt with {len(images)} images must have as many placeholders {placeholder!r} in its text; found "
                 f"{text.count(placeholder)}."
             )
-        replacements = [self._replacement(data)[0] for data in images]
+        replacements = [self._replacement(image_size(data))[0] for data in images]
         (found,), _ = self._processor.get_text_with_replacements([text], images_replacements=replacements)
         return str(found)
 
@@ -116,32 +123,79 @@ class ImageProcessor:
         )
 
     def num_tokens(self, data: bytes) -> int:
-        """Return the number of tokens whose embeddings the image replaces."""
-        return self._replacement(data)[1]
+        """Return the number of tokens whose embeddings the image replaces.
+
+        Raises:
+            DataError: The image cannot be decoded, or the model's processor refuses it.
+        """
+        return self._replacement(image_size(data))[1]
 
     def tokens(self, data: bytes) -> IntArray:
         """Return the tokens that stand for the image in a text, from its first placeholder to its last."""
-        ids = self._tokens(self._replacement(data)[0])
+        ids = self._tokens(self._replacement(image_size(data))[0])
         (places,) = np.nonzero(ids == self.token_id)
         return ids[places[0] : places[-1] + 1]
 
     def pixels(self, data: bytes) -> Pixels:
-        """Return the model's inputs for one image."""
-        found = self._processor.image_processor(images=[open_image(data)], return_tensors="np")
-        unused = set(self._processor.unused_input_names)
-        return {name: np.asarray(value) for name, value in found.items() if name not in unused}
+        """Return the model's inputs for one image.
 
-    def _replacement(self, data: bytes) -> tuple[str, int]:
-        """Return the text in an image's place, and its number of placeholders. Both depend only on the image's size."""
-        size = image_size(data)
-        if size not in self._replacements:
-            found = self._processor.image_processor(images=[blank_image(size)], return_tensors="np")
-            text = str(self._processor.replace_image_token(found, image_idx=0))
-            self._replacements[size] = text, int((self._tokens(text) == self.token_id).sum())
-        return self._replacements[size]
+        Raises:
+            DataError: The image cannot be decoded, the model's processor refuses it, or its inputs need another text
+                than `expanded` writes.
+        """
+        image = open_image(data)
+        with _named_refusal(image.size):
+            found = self._processor.image_processor(images=[image], return_tensors="np")
+            unused = set(self._processor.unused_input_names)
+            pixels = {name: np.asarray(value) for name, value in found.items() if name not in unused}
+            text = self._processor.replace_image_token(found, image_idx=0)
+        if text != self._replacement(image.size)[0]:
+            raise DataError(
+                f"the model's processor gives an image of {image.width} x {image.height} pixels other placeholders "
+                "than it counts for this size. Use another version of transformers."
+            )
+        return pixels
+
+    def _replacement(self, size: tuple[int, int]) -> tuple[str, int]:
+        """Return the text in the place of an image of a width and height, and its number of placeholders."""
+        with _named_refusal(size):
+            if self._is_counted:
+                return self._counted(size)
+            if size not in self._replacements:
+                self._replacements[size] = self._computed(size)
+            return self._replacements[size]
+
+    @cached_property
+    def _is_counted(self) -> bool:
+        """True if the processor counts tokens without an image, and its text only repeats the placeholder."""
+        try:
+            return all(self._counted(size) == self._computed(size) for size in PROBES)
+        except Exception:  # one without a count, or that refuses a probe: images are computed
+            return False
+
+    def _counted(self, size: tuple[int, int]) -> tuple[str, int]:
+        (count,) = self._processor._get_num_multimodal_tokens([size[::-1]]).num_image_tokens
+        return self._processor.image_token * int(count), int(count)
+
+    def _computed(self, size: tuple[int, int]) -> tuple[str, int]:
+        found = self._processor.image_processor(images=[blank_image(size)], return_tensors="np")
+        text = str(self._processor.replace_image_token(found, image_idx=0))
+        return text, int((self._tokens(text) == self.token_id).sum())
 
     def _tokens(self, text: str) -> IntArray:
         return np.asarray(self._processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+
+@contextmanager
+def _named_refusal(size: tuple[int, int]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # processors raise many types
+        width, height = size
+        raise DataError(
+            f"the model's processor refuses an image of {width} x {height} pixels ({type(error).__name__}: {error}). "
+            "Change its size."
+        ) from error
 
 
 def _own_arguments(kind: Any, folder: Path, options: dict[str, Any]) -> dict[str, Any]:

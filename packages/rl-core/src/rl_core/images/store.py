@@ -39,20 +39,42 @@ SIDEWAYS = range(5, 9)
 
 
 def open_image(data: bytes) -> "Image":
-    """Decode an image to RGB, turned as its EXIF orientation says.
+    """Decode an image to RGB, turned as its EXIF orientation says, and on white where it is transparent.
 
     Raises:
-        DataError: It is too large, of another format, or damaged.
+        DataError: It is too large, of another format, damaged, or has values of an unknown range.
         MissingExtraError: Pillow is not installed.
     """
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
 
     with _opened(data) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        turned = ImageOps.exif_transpose(image)
+        if turned.mode.startswith(("I", "F")):  # converting would clip to 255
+            turned = _in_8_bits(turned, image.format)
+        if turned.mode == "RGB" or not turned.has_transparency_data:  # as vLLM decides it
+            return turned.convert("RGB")
+        turned = turned.convert("RGBA")
+        on_white = Image.new("RGB", turned.size, "white")
+        on_white.paste(turned, mask=turned.getchannel("A"))
+        return on_white
+
+
+def _in_8_bits(image: "Image", encoding: str | None) -> "Image":
+    """Return the high bytes of an image with one channel of 16 bits, as Pillow does for RGB."""
+    from PIL import Image
+
+    if encoding != "PNG":
+        raise DataError(
+            f"an image must have 8 bits a channel, or be a PNG with 16; found Pillow's mode {image.mode!r}, whose "
+            "range is unknown. Convert it."
+        )
+    values = np.asarray(image)
+    values = np.where(values == image.info.get("transparency", -1), 0xFFFF, values)
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Return the width and height of `open_image`, without decoding pixels.
+    """Return the width and height of `open_image`. Only the pixels of a PNG are decoded, as EXIF may follow them.
 
     Raises:
         DataError: It is too large, of another format, or its first bytes are damaged.
@@ -75,11 +97,12 @@ def _opened(data: bytes) -> "Iterator[Image]":
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingExtraError("images need Pillow. Run: pip install pillow") from error
+        raise MissingExtraError("images need Pillow. Install rl-core[images] as the README says.") from error
     if len(data) > MAX_IMAGE_BYTES:
         raise DataError(f"an image must have at most {MAX_IMAGE_BYTES} bytes; it has {len(data)}. Make it smaller.")
+    encoded = io.BytesIO(data)
     try:
-        with warnings.catch_warnings(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with warnings.catch_warnings(), Image.open(encoded, formats=FORMATS) as image:
             warnings.simplefilter("ignore")  # of damaged metadata, which does not matter
             if image.width * image.height > MAX_PIXELS:
                 raise DataError(
@@ -90,8 +113,9 @@ def _opened(data: bytes) -> "Iterator[Image]":
     except DataError:
         raise
     except Exception as error:  # decoders raise many types
+        reason = str(error).replace(repr(encoded), "").rstrip()  # its address differs in each process
         raise DataError(
-            f"an image cannot be decoded ({type(error).__name__}: {error}); expected one of {', '.join(FORMATS)}."
+            f"an image cannot be decoded ({type(error).__name__}: {reason}); expected one of {', '.join(FORMATS)}."
         ) from error
 
 
@@ -104,7 +128,7 @@ def encode_image(pixels: NDArray[np.uint8]) -> bytes:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingExtraError("images need Pillow. Run: pip install pillow") from error
+        raise MissingExtraError("images need Pillow. Install rl-core[images] as the README says.") from error
     encoded = io.BytesIO()
     Image.fromarray(pixels).save(encoded, format="PNG")
     return encoded.getvalue()

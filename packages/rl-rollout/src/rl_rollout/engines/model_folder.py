@@ -16,6 +16,9 @@ MAX_SIZES |= {"intermediate_size": 1 << 24, "moe_intermediate_size": 1 << 24, "v
 MAX_SIZES |= {"max_position_embeddings": 1 << 40}
 """Upper limits of config.json. Libraries create a module per layer and expert before they read weights."""
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Settings of the processor of images."""
+
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -46,8 +49,7 @@ def require_model_folder(model_dir: Path) -> None:
 @converts_arguments
 def takes_images(model_dir: Path) -> bool:
     """Return True if the folder has a model that takes images, with its image processor."""
-    files = ("preprocessor_config.json", "processor_config.json")
-    if not any((model_dir / name).is_file() for name in files) or not (model_dir / "config.json").is_file():
+    if not any((model_dir / name).is_file() for name in PROCESSOR_FILES) or not (model_dir / "config.json").is_file():
         return False
     return "vision_config" in read_json_object(model_dir / "config.json", error=EngineError)
 

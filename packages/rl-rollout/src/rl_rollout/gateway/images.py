@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from rl_core.data import Json
 from rl_core.errors import DataError
-from rl_core.images import ImageStore
 from rl_rollout.gateway.refusals import RefusedError, refused_field
 from rl_rollout.gateway.sessions import Session
+from rl_rollout.prompts.image_tokens import ImageTokens
 from rl_rollout.prompts.row_images import IMAGE_PARTS
 
 MAX_SESSION_BYTES = 1 << 28
@@ -52,12 +52,12 @@ def image_places(body: dict[str, Any]) -> list[ImagePlace]:
     ]
 
 
-def keep_images(places: list[ImagePlace], session: Session, store: ImageStore, *, max_images: int) -> None:
+def keep_images(places: list[ImagePlace], session: Session, images: ImageTokens, *, max_images: int) -> None:
     """Keep images of a request, and put a `KeptImage` in the place of each part.
 
     Raises:
-        RefusedError: There are too many images, or one is not in the request or cannot be decoded. The error names its
-            field.
+        RefusedError: There are too many images, or one is not in the request, cannot be decoded, or is refused by the
+            model's processor. The error names its field.
     """
     if len(places) > max_images:
         raise RefusedError(
@@ -65,10 +65,10 @@ def keep_images(places: list[ImagePlace], session: Session, store: ImageStore, *
             param=places[max_images].field,
         )
     for field, parts, index in places:
-        parts[index] = _kept(parts[index], field, session, store)
+        parts[index] = _kept(parts[index], field, session, images)
 
 
-def _kept(part: Json, field: str, session: Session, store: ImageStore) -> KeptImage:
+def _kept(part: Json, field: str, session: Session, images: ImageTokens) -> KeptImage:
     field, data = _read(part, field)
     digest = sha256(data).hexdigest()
     if digest not in session.images:
@@ -79,7 +79,7 @@ def _kept(part: Json, field: str, session: Session, store: ImageStore) -> KeptIm
                 param=field,
             )
         try:
-            store.put(data)
+            images.put(data)
         except DataError as error:
             raise RefusedError(f"{field}: {error}", param=field) from error
         session.images[digest] = len(data)

@@ -195,7 +195,7 @@ class Placer:
         """
         images = self._tokenizer.images
         if images is not None and max_images and (places := image_places(body)):
-            keep = partial(keep_images, places, session, images.store, max_images=max_images)
+            keep = partial(keep_images, places, session, images, max_images=max_images)
             await self._encoded(session, keep, is_long=True)
 
     async def placed(self, session: Session, ask: AgentRequest) -> PlacedRequest:

@@ -163,13 +163,15 @@ class Conversation:
         return generation
 
     def append(self, reply_ids: IntArray, *, images: Sequence[str] = ()) -> bool:
-        """Append replies. Return False, and append nothing, if they and a further turn do not fit.
+        """Append replies. Return False, and append nothing, if they, their images and a further turn do not fit.
 
         Args:
             reply_ids: Tokens of the replies.
             images: Digests of the images among them, in order.
         """
         reply_images = self._image_spans(reply_ids, images)
+        if images and len(self._open.spans) + len(images) > self.context.engine.traits.max_images:
+            return False
         room = self._max_tokens - self._open.num_tokens - len(reply_ids)
         may_go_on = (
             self.limits.on_context_full == "new_trajectory" and len(self._closed) + 1 < self.limits.max_trajectories

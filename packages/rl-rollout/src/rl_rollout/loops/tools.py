@@ -100,8 +100,7 @@ class ToolsLoop(SessionLoop):
             self._toolbox = ToolBox([*self._given, *self._own, *chain.from_iterable(self._listed.values())])
             if not self._toolbox.names():
                 raise SettingsError("the agent loop 'tools' has no tools. Set tools or mcp_servers.")
-            images = None if tokenizer.images is None else tokenizer.images.store
-            self._runner = ToolRunner(self._toolbox, self._options.calls, images=images)
+            self._runner = ToolRunner(self._toolbox, self._options.calls, images=tokenizer.images)
             parser = self._parser_for(tokenizer)
             self._joined = join_turns(
                 tokenizer,

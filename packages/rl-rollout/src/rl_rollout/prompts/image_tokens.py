@@ -23,6 +23,15 @@ class ImageTokens:
         self.processor = processor
         self.store = store
 
+    def put(self, data: bytes) -> str:
+        """Keep an encoded image that the model can take; return its digest.
+
+        Raises:
+            DataError: It cannot be decoded, or the model's processor refuses it.
+        """
+        self.processor.num_tokens(data)
+        return self.store.put(data)
+
     def expanded(self, text: str, digests: Sequence[str]) -> str:
         """Return a rendered text with as many placeholders for each image as it needs.
 

@@ -5,17 +5,19 @@ from dataclasses import replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import structlog
+from annotated_types import Ge, Le
 from numpy.typing import NDArray
 
 from rl_core.data import ImageSpan, IntArray, Json, Prompt, Ragged
 from rl_core.errors import DataError, SettingsError
 from rl_core.images import ImageStore
 from rl_core.record_fields import PositiveInt, converts_arguments, record, settings_record
-from rl_rollout.prompts.row_images import COLUMNS, ImageReader, RowImage, located, try_images
+from rl_rollout.engines.images import MAX_IMAGES
+from rl_rollout.prompts.row_images import COLUMNS, PLACEHOLDER, ImageReader, RowImage, located, try_images
 from rl_rollout.prompts.rows import Rows, open_rows
 from rl_rollout.prompts.schema import Problem, read_problem
 from rl_rollout.prompts.tokenizer import PromptTokenizer
@@ -45,7 +47,7 @@ class PromptOptions:
     overlong: Literal["error", "drop"] = "error"
     plain_prompts: Literal["raw", "chat"] = "raw"
     requires_ground_truth: bool = True
-    max_images: PositiveInt = 16
+    max_images: Annotated[int, Ge(1), Le(MAX_IMAGES)] = 16
     image_folders: tuple[Path, ...] = ()
     image_urls: tuple[str, ...] = ()
 
@@ -56,7 +58,8 @@ class PromptSet:
     Attributes:
         uids: Content hash and row number of each prompt.
         num_dropped: Number of rows omitted because they were too long.
-        fingerprint: Hash of all tokens and uids. It must not change when a run resumes.
+        num_unplaced: Number of prompts with `<image>` in their text and no image, if the model takes images.
+        fingerprint: Hash of all tokens, uids and settings of images. It must not change when a run resumes.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class PromptSet:
         rows: NDArray[np.int64],
         images: Sequence[tuple[ImageSpan, ...]] = (),
         readers: Sequence[ImageReader] = (),
+        image_settings: str = "",
+        num_unplaced: int = 0,
         options: PromptOptions,
     ) -> None:
         """Store what `load_prompts` read.
@@ -79,6 +84,8 @@ class PromptSet:
             rows: [N, 2] index into files, and row in that file.
             images: The images among the tokens of each prompt; empty if there are none.
             readers: What reads the images of each file's rows; by default, as for a model of text.
+            image_settings: Digest of the settings of the image processor; empty without images.
+            num_unplaced: See the attribute.
             options: Options under which the rows were read.
         """
         self._files = tuple(files)
@@ -88,11 +95,13 @@ class PromptSet:
         self._tokens = tokens
         self._rows = rows
         self._options = options
+        self.num_unplaced = num_unplaced
         self.uids = tuple(uids)
         self.num_dropped = sum(map(len, files)) - len(self.uids)
         digest = blake2b("\n".join(self.uids).encode(), digest_size=16)
         digest.update(tokens.offsets.tobytes())
         digest.update(tokens.values.tobytes())
+        digest.update(image_settings.encode())
         self.fingerprint = digest.hexdigest()
 
     def __repr__(self) -> str:
@@ -167,13 +176,15 @@ def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: Pro
     tokens: list[NDArray[np.int32]] = []
     images: list[tuple[ImageSpan, ...]] = []
     places: list[tuple[int, int]] = []
-    num_rows = 0
+    num_rows = num_unplaced = 0
     for file, rows in enumerate(opened):
         for row, one in enumerate(_encoded(rows, readers[file], tokenizer, options)):
             if _fits(one, options, where=rows.locate(row)):
                 uids.append(f"{one.problem.digest()}-{num_rows}")
                 tokens.append(one.ids)
                 images.append(one.images)
+                if tokenizer.sees_images and not one.images:
+                    num_unplaced += PLACEHOLDER in f"{one.problem.text} {one.problem.messages}"
                 places.append((file, row))
             num_rows += 1
     if not uids:
@@ -188,6 +199,8 @@ def load_prompts(files: Sequence[Path], tokenizer: PromptTokenizer, options: Pro
         rows=np.asarray(places, dtype=np.int64),
         images=images,
         readers=readers,
+        image_settings=tokenizer.image_settings if any(images) else "",
+        num_unplaced=num_unplaced,
         options=options,
     )
     log.info("prompts_loaded", num_prompts=len(prompts), num_dropped=prompts.num_dropped, files=[str(f) for f in files])
@@ -260,6 +273,12 @@ def _spans(
     ids: IntArray, images: Sequence[RowImage], tokenizer: PromptTokenizer, *, where: str
 ) -> tuple[ImageSpan, ...]:
     if not images:
+        token_id = tokenizer.image_token_id
+        if token_id is not None and (ids == token_id).any():
+            raise DataError(
+                f"{where}, field `prompt`: token {token_id} stands for an image, and the row has none. Remove its "
+                "text, or add the image."
+            )
         return ()
     with located(f"{where}, field `prompt`"):
         return tokenizer.image_processor.spans(

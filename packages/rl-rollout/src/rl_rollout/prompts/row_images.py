@@ -23,6 +23,9 @@ PLACEHOLDER = "<image>"
 IMAGE_PARTS = ("image", "image_url", "input_image")
 """Types of a message's parts that are images."""
 
+OWN_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys with which qwen-vl-utils sets the size of one image."""
+
 SOURCES = ("bytes", "image", "path", "url", "image_url")
 """Keys of an object that has an image, in the order of preference."""
 
@@ -106,7 +109,13 @@ class ImageReader:
         Raises:
             DataError: An image cannot be read, or the column has another number of images than the messages need.
         """
-        column = next((name for name in self._columns if row.get(name)), None)
+        columns = [name for name in self._columns if row.get(name)]
+        if len(columns) > 1 or row.get("videos"):
+            raise DataError(
+                f"{where}: a row's images must be in one column; found {' and '.join(columns) or '`videos`'}. Videos "
+                "are not supported. Remove the other column."
+            )
+        column = columns[0] if columns else None
         listed = [] if column is None else _listed(row[column])
         messages = row.get("prompt")
         if isinstance(messages, str) and listed and self._plain_as_message:
@@ -128,9 +137,10 @@ class ImageReader:
         images: list[RowImage] = []
         of_column: list[int] = []
         for field, parts, place in places:
-            source = _source(parts[place])
+            source = _source(parts[place], where=f"{where}, field `{field}`")
             if source is None and len(of_column) < len(listed):
-                field, source = f"{column}[{len(of_column)}]", _source(listed[len(of_column)])
+                field = f"{column}[{len(of_column)}]"
+                source = _source(listed[len(of_column)], where=f"{where}, field `{field}`")
                 of_column.append(len(images))
             images.append(self._read(source, where=f"{where}, field `{field}`"))
             parts[place] = {"type": "image", "digest": images[-1].digest}
@@ -168,8 +178,11 @@ class ImageReader:
             raise DataError(f"{where}: expected the bytes or the path of an image; found {preview(name)}.")
         scheme, colon, rest = name.partition(":")
         if colon and scheme == "data":
+            _, is_base64, encoded = rest.partition("base64,")
+            if not is_base64:
+                raise DataError(f"{where}: a `data:` URL must have base64; found {preview(name)}.")
             try:
-                return base64.b64decode(rest.partition("base64,")[2], validate=True)
+                return base64.b64decode(encoded, validate=True)
             except binascii.Error as error:
                 raise DataError(f"{where}: a `data:` URL must have base64 ({error}).") from None
         if rest.startswith("//") and scheme != "file":
@@ -251,10 +264,22 @@ def _is_image(part: Json) -> bool:
     return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 
-def _source(value: Any) -> Json | bytes:
-    """Return the bytes, path or URL in an object that has an image; None if it has none."""
+def _source(value: Any, *, where: str) -> Json | bytes:
+    """Return the bytes, path or URL in an object that has an image; None if it has none.
+
+    Raises:
+        DataError: The object sets a size, which would give other tokens than the model's processor.
+    """
     while isinstance(value, dict):  # such as {"type": "image_url", "image_url": {"url": ...}}
-        value = next((value[key] for key in SOURCES if value.get(key) is not None), None)
+        if sized := [key for key in OWN_SIZES if value.get(key) is not None]:
+            raise DataError(
+                f"{where}: {sized[0]} of one image is not supported. Resize the image, or set the sizes of all in the "
+                "model's preprocessor_config.json."
+            )
+        key = next((key for key in SOURCES if value.get(key) is not None), None)
+        value = None if key is None else value[key]
+        if key == "bytes" and isinstance(value, str):  # as JSON has them
+            value = f"data:;base64,{value}"
     return bytes(value) if isinstance(value, bytearray) else value
 
 

@@ -67,7 +67,7 @@ class PromptSource:
             if state[name] != mine[name]:
                 raise SettingsError(
                     f"the saved prompt order has {name} = {state[name]!r}; this run has {mine[name]!r}. "
-                    "Resume with the same prompt files, tokenizer, limits and seed, or start a new run."
+                    "Resume with the same prompt files, tokenizer, image processor, limits and seed, or a new run."
                 )
         epoch, position = state["epoch"], state["position"]
         if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position < len(self._prompts):

@@ -17,7 +17,7 @@ from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import count_values, read_json_object, read_plain, run_trial
 from rl_core.images import ImageProcessor, ImageStore
 from rl_core.record_fields import converts_arguments
-from rl_rollout.engines.model_folder import VOCABULARY_FILES, check_config, has_tokenizer, takes_images
+from rl_rollout.engines.model_folder import PROCESSOR_FILES, VOCABULARY_FILES, check_config, has_tokenizer, takes_images
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.prompts.image_tokens import ImageTokens
 from rl_rollout.prompts.within import call_within
@@ -147,6 +147,22 @@ class PromptTokenizer:
         return takes_images(Path(self._name))
 
     @cached_property
+    def image_token_id(self) -> int | None:
+        """Id of the tokens that stand for images; None for a model of text."""
+        if not self.sees_images:
+            return None
+        config = read_json_object(Path(self._name) / "config.json")
+        found = config.get("image_token_id", config.get("image_token_index"))
+        return found if isinstance(found, int) else None
+
+    @cached_property
+    def image_settings(self) -> str:
+        """Digest of the settings of the image processor, which decide the pixel values."""
+        files = (Path(self._name) / name for name in PROCESSOR_FILES)
+        texts = [file.read_bytes() if file.is_file() else b"" for file in files]
+        return blake2b(b"\0".join(texts), digest_size=16).hexdigest()
+
+    @cached_property
     def image_processor(self) -> ImageProcessor:
         """What turns images into tokens of a prompt.
 
@@ -192,7 +208,10 @@ class PromptTokenizer:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """Digests of the text-to-token mapping (`vocabulary`) and the message format (`template`), and any `date`."""
+        """Digests of the text-to-token mapping (`vocabulary`), the message format (`template`) and any `images`.
+
+        A template that prints a date adds it as `date`.
+        """
         if getattr(self._tokenizer, "is_fast", False):
             vocabulary = self._tokenizer.backend_tokenizer.to_str()
         else:
@@ -200,6 +219,8 @@ class PromptTokenizer:
         template = json.dumps([self._chat_template, self._template_options], sort_keys=True)
         digests = {"vocabulary": vocabulary, "template": template}
         found = {name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in digests.items()}
+        if self.images is not None:
+            found["images"] = self.image_settings
         return found | ({"date": self._midnight.date().isoformat()} if self._prints_date else {})
 
     @property

@@ -2,7 +2,7 @@
 
 from rl_rollout.skip.cache import SkipCache, StepRollouts
 from rl_rollout.skip.entries import EntryKey, EntryStore, Manifest, StoredEntry
-from rl_rollout.skip.fingerprint import Difference, RolloutOrigin, package_versions, with_file_contents
+from rl_rollout.skip.fingerprint import Difference, RolloutOrigin, package_versions, prompt_digest, with_file_contents
 from rl_rollout.skip.groupwise import GroupwiseCache
 from rl_rollout.skip.options import SkipOptions, StepSelection
 
@@ -19,5 +19,6 @@ __all__ = [
     "StepSelection",
     "StoredEntry",
     "package_versions",
+    "prompt_digest",
     "with_file_contents",
 ]

@@ -12,6 +12,7 @@ import structlog
 from rl_core.data import Json, Prompt
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError
 from rl_core.files.array_entries import EntryTooLargeError
+from rl_core.images import ImageStore
 from rl_core.record_fields import record
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip.entries import EntryKey, EntryStore, Manifest, StoredEntry
@@ -65,13 +66,16 @@ class StepRollouts:
 class SkipCache:
     """Serves the steps that its options select. Several runs may share its directory."""
 
-    def __init__(self, options: SkipOptions, *, on_event: OnEvent | None = None) -> None:
+    def __init__(
+        self, options: SkipOptions, *, on_event: OnEvent | None = None, images: ImageStore | None = None
+    ) -> None:
         """Open the directory and remove the leftovers of dead writers.
 
         Args:
             options: Options of the cache.
             on_event: Receives `skip_hit`, `skip_miss`, `skip_stored`, `skip_not_stored`, `skip_mismatch`, `skip_broken`
                 and `skip_removed`. `size_bytes` is the size of an entry's file.
+            images: The run's images; entries carry those of their rollouts, and replays put them there.
 
         Raises:
             SettingsError: An option has an invalid value.
@@ -84,7 +88,7 @@ class SkipCache:
         self._on_event = on_event or (lambda *_, **__: None)
         self._warned: set[str] = set()
         if options.enabled:  # a cache that is not needs no storage library, and serves nothing
-            self._store = EntryStore(options.directory, compress=options.compress)
+            self._store = EntryStore(options.directory, compress=options.compress, images=images)
             self._store.folder.prepare()
             self._store.entries()
 

@@ -12,8 +12,9 @@ from rl_core.data import Json
 from rl_core.errors import BrokenEntryError, CacheError, DataError, MissingExtraError
 from rl_core.files import preview
 from rl_core.files.array_entries import BROKEN, FORMAT, Entry, EntryFolder
+from rl_core.images import ImageStore
 from rl_rollout.rollout import GroupResult
-from rl_rollout.skip.rows import DTYPES, Counts, count, decode_groups, iter_arrays, storable
+from rl_rollout.skip.rows import DTYPES, Counts, count, decode_groups, decode_images, iter_arrays, storable
 
 MAX_SHOWN = 240
 KEY_NAME = re.compile(r"([a-z][a-z_]{0,30})-(\d{8,12})-(\d{4,6})")
@@ -98,13 +99,21 @@ class StoredEntry:
 class EntryStore:
     """Entries in a directory, which any number of processes may share."""
 
-    def __init__(self, directory: str, *, compress: bool = True, max_entry_bytes: int = 1 << 34) -> None:
+    def __init__(
+        self,
+        directory: str,
+        *,
+        compress: bool = True,
+        max_entry_bytes: int = 1 << 34,
+        images: ImageStore | None = None,
+    ) -> None:
         """Set the directory, without reading or creating it.
 
         Args:
             directory: Local path, or a URL that fsspec supports.
             compress: Compress new entries with lz4.
             max_entry_bytes: Maximum memory of an entry's arrays; a larger one is neither read nor written.
+            images: The run's images, which entries carry. None writes none, and keeps none that is read.
 
         Raises:
             CacheError: The path or URL is invalid.
@@ -116,6 +125,7 @@ class EntryStore:
             raise MissingExtraError(f"{error} Skip caches need the extra rl-rollout[skip].") from error
         self._directory = directory
         self._compress = compress
+        self._images = images
 
     def entries(self) -> list[EntryKey]:
         """Return the keys of all entries, including broken ones, sorted by kind, step and part.
@@ -150,9 +160,17 @@ class EntryStore:
             if entry is None:
                 return None
             manifest = _described(entry, key)
-            groups = decode_groups(entry.read(DTYPES), path=entry.path)
+            arrays = entry.read(DTYPES)
+            groups = decode_groups(arrays, path=entry.path)
+            images = decode_images(arrays, groups, path=entry.path)
             if count(groups) != manifest.counts:
                 raise BrokenEntryError(entry.path, f"it must have {manifest.counts}; found {count(groups)}")
+            if self._images is not None:
+                try:
+                    for data in images:
+                        self._images.put(data)
+                except DataError as error:
+                    raise BrokenEntryError(f"{entry.path}/images", str(error)) from error
             return StoredEntry(manifest=manifest, size_bytes=entry.size_bytes, groups=tuple(groups))
 
     def write(
@@ -193,7 +211,7 @@ class EntryStore:
         return self.folder.write(
             key.name,
             msgspec.to_builtins(manifest),
-            iter_arrays(groups),
+            iter_arrays(groups, images=self._images),
             compress=self._compress,
             replace=replace,
             max_bytes=max_bytes,

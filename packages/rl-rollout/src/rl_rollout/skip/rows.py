@@ -8,6 +8,7 @@ its position there.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from rl_core.data import ExpertArray, ImageSpan, Json, Prompt, Timings, Trajectory, offsets_of
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files import count_values, load_json, preview
+from rl_core.images import ImageStore
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 
@@ -32,7 +34,9 @@ TOKEN_DTYPES = {
 OTHER_DTYPES = {"offsets": "int64", "prompt_ids": "int32", "prompt_offsets": "int64", "records": "uint8"}
 EXPERT_DTYPES = {"routed_experts": "int16", "expert_shapes": "int32"}
 """`expert_shapes` has layers and top_k of each trajectory, 0 for one without experts; an entry without any has none."""
-DTYPES = {**TOKEN_DTYPES, **OTHER_DTYPES, **EXPERT_DTYPES}
+IMAGE_DTYPES = {"images": "uint8", "image_offsets": "int64"}
+"""Encoded images of the prompts and trajectories, each once; an entry without any has none."""
+DTYPES = {**TOKEN_DTYPES, **OTHER_DTYPES, **EXPERT_DTYPES, **IMAGE_DTYPES}
 """dtype of every array that an entry may have."""
 PLACE = ("prompt_uid", "session_index", "output_index")
 NOT_IN_RECORDS = ("error", "rescored", "reward_wait_s", *PLACE, *TOKEN_DTYPES, "routed_experts")
@@ -83,8 +87,20 @@ def storable(groups: Sequence[GroupResult]) -> list[GroupResult]:
     ]
 
 
-def iter_arrays(groups: Sequence[GroupResult]) -> Iterator[tuple[str, NDArray[Any]]]:
+def image_digests(groups: Sequence[GroupResult]) -> list[str]:
+    """Return the digest of each image of the prompts and trajectories once, sorted."""
+    of_rows = [*(group.prompt.images for group in groups), *(row.images for row in _trajectories(groups))]
+    return sorted({image.digest for images in of_rows for image in images})
+
+
+def iter_arrays(
+    groups: Sequence[GroupResult], *, images: ImageStore | None = None
+) -> Iterator[tuple[str, NDArray[Any]]]:
     """Yield the name and the 1-D array of each column; one can be stored while the next is built.
+
+    Args:
+        groups: The groups.
+        images: Where their images are.
 
     Raises:
         CacheError: A field of a prompt or trajectory is not JSON, the indices of a trajectory do not match its
@@ -103,6 +119,12 @@ def iter_arrays(groups: Sequence[GroupResult]) -> Iterator[tuple[str, NDArray[An
     yield "offsets", offsets_of([len(trajectory.input_ids) for trajectory in trajectories])
     yield "prompt_ids", _joined(prompts, "input_ids", "int32")
     yield "prompt_offsets", offsets_of([len(prompt.input_ids) for prompt in prompts])
+    if digests := image_digests(groups):
+        if images is None:
+            raise CacheError("groups with images need the store that has them. Pass images=... to SkipCache.")
+        encoded = [images.get(digest) for digest in digests]
+        yield "images", np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        yield "image_offsets", offsets_of(list(map(len, encoded)))
 
 
 def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
@@ -116,7 +138,8 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
         BrokenEntryError: The arrays are inconsistent.
     """
     required = TOKEN_DTYPES.keys() | OTHER_DTYPES.keys()
-    if arrays.keys() not in (required, required | EXPERT_DTYPES.keys()):
+    optional = [kind.keys() for kind in (EXPERT_DTYPES, IMAGE_DTYPES) if kind.keys() & arrays.keys()]
+    if arrays.keys() != required.union(*optional):
         raise BrokenEntryError(path, f"it has the arrays {sorted(arrays)}; expected {sorted(required)}")
     for name in TOKEN_DTYPES:
         _check_length(arrays[name], len(arrays["input_ids"]), path=f"{path}/{name}")
@@ -136,6 +159,26 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
         shown = preview(str(error), most=MAX_SHOWN)[1:-1]
         raise BrokenEntryError(f"{path}/records", f"it cannot be read ({type(error).__name__}: {shown})") from None
     return groups
+
+
+def decode_images(arrays: Arrays, groups: Sequence[GroupResult], *, path: str) -> list[bytes]:
+    """Return the encoded images of an entry.
+
+    Args:
+        arrays: As for `decode_groups`.
+        groups: The groups that it returned.
+        path: The entry's path, for error messages.
+
+    Raises:
+        BrokenEntryError: They are not the images of the groups.
+    """
+    found = []
+    if "images" in arrays:
+        parts = _split(arrays, "images", "image_offsets", ("images",), path=path)
+        found = [part["images"].tobytes() for part in parts]
+    if [sha256(data).hexdigest() for data in found] != image_digests(groups):
+        raise BrokenEntryError(f"{path}/images", "it must have the images of the groups, each once")
+    return found
 
 
 def _fill_records(records: Any, rows: Sequence[dict[str, Any]], prompts: Sequence[dict[str, Any]]) -> None:

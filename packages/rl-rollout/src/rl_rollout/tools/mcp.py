@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import base64
 import contextlib
 import json
 import os
@@ -25,7 +26,7 @@ from rl_rollout.rewards.outputs import preview_error
 from rl_rollout.tools import server_process
 from rl_rollout.tools.mcp_options import McpServerOptions
 from rl_rollout.tools.non_protocol_output import TELL, drop_tracebacks
-from rl_rollout.tools.protocol import Tool
+from rl_rollout.tools.protocol import TextAndImages, Tool
 
 try:
     from mcp import Client, StdioServerParameters, stdio_client
@@ -78,7 +79,7 @@ class McpTool:
         self.description = str(description.description or description.title or "")
         self.parameters: Mapping[str, Json] = dict(description.input_schema)
 
-    async def call(self, arguments: Mapping[str, Json]) -> str:
+    async def call(self, arguments: Mapping[str, Json]) -> str | TextAndImages:
         """Run one call, as `Tool.call` does.
 
         Raises:
@@ -138,7 +139,7 @@ class McpServer:
                 raise SettingsError(f"MCP server {self._name!r}: {unknown_name('tool', wanted, tools)}")
         return [tool for name, tool in tools.items() if not self._options.tools or name in self._options.tools]
 
-    async def call(self, tool: str, arguments: Mapping[str, Json]) -> str:
+    async def call(self, tool: str, arguments: Mapping[str, Json]) -> str | TextAndImages:
         """Call a tool. There is no deadline; cancel the call instead.
 
         Raises:
@@ -155,7 +156,7 @@ class McpServer:
             atexit.unregister(self.close)
             thread.close(self._disconnect())
 
-    async def _call(self, tool: str, arguments: dict[str, Json]) -> str:
+    async def _call(self, tool: str, arguments: dict[str, Json]) -> str | TextAndImages:
         connection = await self._connected()
         try:
             result = await connection.client.call_tool(tool, arguments)
@@ -169,12 +170,13 @@ class McpServer:
             await self._drop(connection, f"died during a call of {tool} ({_leaf(error)}){connection.last_words()}")
             raise ToolError(f"the server of {tool} died; the next call starts it again.") from error
         self._failures = 0
-        text = "\n".join(map(_block_text, result.content))
+        text = "\n".join(_block_text(block) for block in result.content if block.type != "image")
         if not result.content and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise ToolError(text or f"{tool} failed without a message.")
-        return text
+        images = tuple(base64.b64decode(block.data) for block in result.content if block.type == "image")
+        return TextAndImages(text, images) if images else text
 
     async def _connected(self) -> "_ServerConnection":
         if self._connection is not None:

@@ -9,9 +9,9 @@ from annotated_types import Gt
 
 from rl_core.data import Json, encodable, encodable_json
 from rl_core.errors import DataError, SettingsError, ToolError
-from rl_core.images import ImageStore
 from rl_core.record_fields import PositiveInt, settings_record
 from rl_core.registry import Registry, unknown_name
+from rl_rollout.prompts.image_tokens import ImageTokens
 from rl_rollout.rewards.outputs import cut, preview, preview_error
 from rl_rollout.tools.function import FunctionTool
 from rl_rollout.tools.protocol import (
@@ -128,7 +128,7 @@ class ToolRunner:
     """Calls tools. A tool's error becomes text for the model and a counted outcome."""
 
     def __init__(
-        self, toolbox: ToolBox, options: CallOptions | None = None, *, images: ImageStore | None = None
+        self, toolbox: ToolBox, options: CallOptions | None = None, *, images: ImageTokens | None = None
     ) -> None:
         """Store the tools. Nothing is called yet.
 
@@ -170,6 +170,9 @@ class ToolRunner:
         return self._sized(call, encodable(value))
 
     async def _with_images(self, call: ToolCall, parts: TextAndImages) -> ToolResult:
+        if self._images is None and parts.text:
+            left_out = f"{parts.text}\n[{len(parts.images)} images are left out, because this run shows none]"
+            return self._sized(call, encodable(left_out))
         if self._images is None:
             return _failed(call, "raised", f"{call.name} returned an image, which this model does not take.")
         try:
