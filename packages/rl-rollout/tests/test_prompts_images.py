@@ -274,7 +274,7 @@ def test_a_url_that_cannot_be_fetched_is_refused_with_its_row(load, site, url, r
         monkeypatch.setattr(fetched_images, "DEADLINE_S", 0.3)
     address, _ = site
     url = url if url.startswith("http:") else address + url
-    with pytest.raises(DataError, match=r"line 1, field `images\[0\]`: .*" + reason):
+    with pytest.raises(DataError, match=r"line 1, field `images\[0\]`.*" + reason):
         load({"prompt": user("<image>?"), "images": [url]}, image_urls=(address,))
 
 
