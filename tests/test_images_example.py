@@ -12,6 +12,8 @@ from prepared import prepare_here
 
 from rl_async_trainer.main import main as train_async
 from rl_metrics.trackers.jsonl import read_metrics
+from rl_rollout.loops.turns import Reply, TurnFormat, join_turns
+from rl_rollout.prompts import PromptTokenizer
 from rl_sync_trainer.main import main as train_sync
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "images"
@@ -62,6 +64,13 @@ def test_a_picture_shows_the_squares_of_its_problem(example: ModuleType) -> None
     assert problem.described_answer == " red none blue red:2"
     near = np.abs(problem.picture().astype(int) - example.task.COLOURS["red"]).max(axis=2) < 60
     assert (near.reshape(2, 16, 2, 16).sum(axis=(1, 3)) > 90).tolist() == [[True, False], [False, True]]
+
+
+def test_sessions_of_several_turns_are_joined(example: ModuleType) -> None:
+    tokenizer = PromptTokenizer(example.make_tokenizer())
+    turns, _ = join_turns(tokenizer, TurnFormat(), role="user")
+    reply = turns.reply_ids([Reply(text="How many red squares?")], last_token=tokenizer.token_id(example.END_TOKEN))
+    assert tokenizer.decode([reply]) == ["How many red squares?"]
 
 
 @pytest.fixture(scope="module")

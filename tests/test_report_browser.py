@@ -16,8 +16,10 @@ from rl_core.data import ImageSpan
 from rl_core.images import ImageStore, encode_image
 from rl_metrics.health import judge
 from rl_metrics.report import write_report
+from rl_metrics.run_files.generations import GenerationSample
 from rl_metrics.run_files.rollout_log import RolloutLog
 from rl_metrics.run_files.run_record import open_run
+from rl_metrics.trackers.jsonl import JsonlTracker
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
@@ -190,6 +192,18 @@ def test_thumbnails_of_a_trajectorys_images(page, tmp_path):
     assert page.run("document.querySelector('.images').innerText").strip() == "image 2"
     assert page.run("[...document.querySelectorAll('.token')].map((t) => t.textContent)") == ["[image]", "", "b"]
     assert page.run("document.querySelectorAll('[onerror]').length") == 0
+
+
+def test_thumbnails_of_a_validations_images(page, tmp_path):
+    InventedRun(steps=2).write(tmp_path / "run")
+    digest = ImageStore(tmp_path / "run" / "images").put(encode_image(np.full((60, 120, 3), 200, np.uint8)))
+    of = {"prompt_uid": "u", "input": "Or [image 120x60]?", "output": "", "policy_version": (2, 2), "source": "s"}
+    with closing(JsonlTracker(tmp_path / "run" / "metrics.jsonl")) as tracker:
+        tracker.log_generations(2, "validation", [GenerationSample(**of, images=(digest,))])
+    write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
+    show(page, tmp_path / "a.html", "view=validation")
+    page.wait("document.querySelector('.images img')?.naturalWidth === 96")
+    assert page.run("document.querySelectorAll('.images').length") == 1
 
 
 def test_colours_by_column(page, runs):

@@ -57,6 +57,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message['role'] == 'assistant' %}<|im_end|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}\n{% endif %}"
 )
 IMAGES = {

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_families import make_image_family
 from invented_inputs import TINY_SIZES
 
 from rl_rollout.engines import EngineChoice
@@ -64,6 +65,61 @@ def test_a_model_that_transformers_computes(tmp_path: Path, printed: Any, monkey
         " only our layers",
         '             optimizer.recompute = "selective" chooses among our layers\' modules',
     ]
+
+
+@pytest.fixture
+def model_with_images(tmp_path: Path) -> Path:
+    pytest.importorskip("PIL")
+    make_image_family("llava", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_model_with_images_tells_their_tokens(model_with_images: Path, printed: Any):
+    assert run([str(model_with_images)]) == 0
+    lines = printed()
+    assert lines[lines.index("images       4 tokens for 224 x 224 pixels") + 1].split()[:2] == ["4", "tokens"]
+    assert "             parallel.shard_weights, which does not divide a policy with images" in lines
+    assert not [line for line in lines if line.split()[0] == "shard_weights"]
+
+    assert run([str(model_with_images), "--json"]) == 0
+    assert json.loads("\n".join(printed()))["images"] == {"tokens": {"224 x 224": 4, "896 x 672": 4}}
+
+
+NEXT = {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
+PARTS = {
+    "image_processor_type": "LlavaNextImageProcessor",
+    "size": {"shortest_edge": 224},
+    "crop_size": {"height": 224, "width": 224},
+    "image_grid_pinpoints": [[224, 448], [448, 448]],
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "images", "reason"),
+    [
+        ({}, None, "need preprocessor_config.json or processor_config.json, and the tokenizer's files"),
+        ({}, {"image_processor_type": "Lfm2VlImageProcessor"}, "their processor needs torchvision, which is not"),
+        (
+            {},
+            {"image_processor_type": "NoProcessor"},
+            "DIR/model: transformers cannot load the processor of its",
+        ),
+        (NEXT, PARTS, "a processor that cuts images into different numbers of parts is not supported"),
+    ],
+)
+def test_why_images_cannot_be_used(
+    model_with_images: Path, printed: Any, config: dict[str, Any], images: dict[str, Any] | None, reason: str
+):
+    for name, changes in (("config.json", config), ("preprocessor_config.json", images)):
+        file = model_with_images / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | (changes or {})))
+    if images is None:
+        for file in model_with_images.iterdir():
+            if file.name != "config.json":
+                file.unlink()
+
+    assert run([str(model_with_images)]) == 0
+    assert f"images       not usable: {reason}" in "\n".join(printed())
 
 
 def test_a_model_of_our_layers_needs_no_torch(tmp_path: Path, printed: Any):

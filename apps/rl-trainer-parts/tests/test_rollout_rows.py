@@ -251,3 +251,4 @@ def test_texts_name_images_in_place_of_their_tokens(tmp_path):
     assert (row.images, row.extras) == (spans, {})
     (sample,) = generation_samples([Answer(prompt=PROMPT, trajectory=one, failure=None, source="test")], tokenizer)
     assert (sample.input, sample.output) == ("g[image 84x56]h", "a[image]b")
+    assert sample.images == (known, missing)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl_core.data import ImageSpan
 from rl_core.errors import DataError, NotReadyError, WeightProofError
 from rl_core.weights.digests import probe_tensor, tensor_checksum
 from rl_core.weights.publish import (
@@ -268,6 +269,12 @@ def test_canary_logprobs_that_are_not_finite_never_pass(value, positions):
     found[1][positions] = value
     with pytest.raises(WeightProofError, match=f"token {positions[0]} of canary sequence 1"):
         check_canary(canary, found, tolerances=EXACT)
+    image = (ImageSpan(digest="a" * 64, start=0, length=1),)
+    seen = dataclasses.replace(
+        canary, images=tuple(image if index == 1 else () for index in range(len(canary.sequences)))
+    )
+    with pytest.raises(WeightProofError, match="The sequence has an image: compare the image processors"):
+        check_canary(seen, found, tolerances=EXACT)
     broken = Canary(sequences=canary.sequences, logprobs=found)
     for scores in (canary.logprobs, found):
         with pytest.raises(WeightProofError, match=f"token {positions[0]} of canary sequence 1"):

@@ -1,5 +1,6 @@
 """Sizes that a layout must divide, and options that need certain layouts."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -155,6 +156,18 @@ def test_layers_of_both_kinds_can_be_computed_again():
 def test_only_transformers_models_divide_their_weights():
     with pytest.raises(SettingsError, match=r"shard_weights = true needs a model that transformers' class computes"):
         check_layout(ParallelOptions(ranks=2, shard_weights=True), DENSE)
+
+
+def test_a_policy_with_images_is_not_advised_to_divide_its_weights():
+    images = json.dumps(
+        {"model_type": "llava", "image_token_index": 7, "vision_config": {"model_type": "clip_vision_model"}}
+    )
+    for model_json, has_advice in (("{}", True), (images, False)):
+        with pytest.raises(SettingsError) as refused:
+            check_layout(ParallelOptions(ranks=2, tensor=2), replace(DENSE, model_json=model_json))
+        assert ("shard_weights" in str(refused.value)) == has_advice
+    with pytest.raises(SettingsError, match="shard_weights = true does not divide Qwen3ForCausalLM"):
+        check_layout(ParallelOptions(ranks=2, shard_weights=True), replace(DENSE, model_json=images))
 
 
 def test_what_cannot_be_done_with_divided_weights_is_refused_by_name():

@@ -1,8 +1,10 @@
 import math
 
 import numpy as np
+import pytest
 from read_report import unpack
 
+from rl_core.images import ImageStore, encode_image
 from rl_metrics.report import row_blobs
 from rl_metrics.report.packing import folder_blobs
 from rl_metrics.report.row_blobs import pack_generations
@@ -21,7 +23,7 @@ def table(step, *samples, name="validation/generations"):
 
 def packed(tables, folder):
     read = lambda name: unpack((folder / name).read_bytes())
-    header, index = read(pack_generations(tables, folder_blobs(folder, set())))
+    header, index = read(pack_generations(tables, folder_blobs(folder, set()), images=ImageStore(folder / "images")))
     return header, index, [read(chunk["texts"])[0]["rows"] for chunk in header["chunks"]]
 
 
@@ -48,8 +50,8 @@ def test_by_hand(tmp_path):
     np.testing.assert_array_equal(index["score"], [math.nan, 0.5])
     assert chunks == [
         [
-            ["1+1=", "2", "[2, null]", "a", "trainer", "boom", [3, 4], {}],
-            ["1+1=", "2", None, "b", "trainer", None, [3, 4], {"acc": 0.5}],
+            ["1+1=", "2", "[2, null]", "a", "trainer", "boom", [3, 4], {}, []],
+            ["1+1=", "2", None, "b", "trainer", None, [3, 4], {"acc": 0.5}, []],
         ]
     ]
 
@@ -84,3 +86,13 @@ def test_hostile_ones_come_back(tmp_path):
     assert header["parts"] == texts
     assert [row[:6] for row in rows] == [[text] * 6 for text in texts]
     assert index["step"].tolist() == index["version"].tolist() == [2**31 - 1] * 4
+
+
+def test_a_sample_has_the_thumbnails_of_its_images(tmp_path):
+    pytest.importorskip("PIL")
+    digest = ImageStore(tmp_path / "images").put(encode_image(np.full((8, 8, 3), 200, np.uint8)))
+    with_images = GenerationSample.from_json(sample(images=(digest, "0" * 64)).to_json())
+    _, _, [[shown, bare]] = packed([table(0, with_images, sample())], tmp_path)
+    (thumbnail, missing), none = shown[-1], bare[-1]
+    assert unpack((tmp_path / thumbnail).read_bytes())[0]["url"].startswith("data:image/jpeg;base64,")
+    assert (missing, none) == ("", [])

@@ -161,6 +161,7 @@ def test_generations_are_whole_lines_with_step_and_name(tmp_path):
         "components": {"acc": None},
         "data_source": "default",
         "finish": "stop",
+        "images": [],
     }
     assert line.count("\n") == 1
     tracker.close()

@@ -52,7 +52,7 @@ class SeeingEngine(ScriptedEngine):
         self.scored = []
 
     async def generate(self, request):
-        _, digest = self.images.placed(request.input_ids, request.images)
+        digest = self.images.placed(request.input_ids, request.images)[1] if request.images else ""
         return [replace(one, pixel_digest=digest) for one in await super().generate(request)]
 
     async def score(self, sequences, *, images=(), **options):
@@ -213,6 +213,15 @@ def changed(images, index, **changes):
 def swapped(images):
     first, second, *others = images
     return (replace(first, digest=second.digest), replace(second, digest=first.digest), *others)
+
+
+def test_a_turn_before_the_first_image_is_audited(prompt, tokenizer):
+    """Only a tool shows an image, so the first request has none."""
+    text = replace(prompt, input_ids=prompt.input_ids[prompt.input_ids != PAD], images=(), messages=())
+    engine = SeeingEngine(tokenizer, f"Look. {CALL}", "It is 1.")
+    group = run(ToolsLoop(ToolsOptions(), toolbox=ToolBox([zoom])), engine, text, tokenizer)
+    assert (group.failures, group.num_audited) == ((), 1)
+    assert [len(request.images) for request in engine.requests] == [0, 1]
 
 
 def image_faults(trajectory, spans, other, missing):

@@ -13,7 +13,7 @@ from PIL import Image
 from rl_core.errors import DataError, SettingsError
 from rl_core.images import ImageStore, open_image
 from rl_core.images.store import image_size
-from rl_rollout.prompts import PromptOptions, PromptTokenizer, load_prompts
+from rl_rollout.prompts import PromptOptions, PromptTokenizer, fetched_images, load_prompts
 
 PAD = 5
 
@@ -61,6 +61,7 @@ SAME = [
     {"prompt": user({"type": "image", "image": NAME}, TEXT)},
     {"prompt": user({"type": "image", "path": NAME}, TEXT)},
     {"prompt": user({"type": "image", "url": f"file://{NAME}"}, TEXT)},
+    {"prompt": user({"type": "image", "url": f"file://{NAME.replace('0', '%30')}"}, TEXT)},
     {"prompt": user({"type": "image_url", "image_url": {"url": DATA}}, TEXT)},
     {"prompt": user({"type": "image_url", "image_url": DATA}, TEXT)},
     {"prompt": user("<image>how many?"), "images": [{"path": NAME, "bytes": None}]},
@@ -209,7 +210,7 @@ def test_the_uid_of_a_prompt_follows_from_its_images(load):
 @pytest.fixture
 def site(folder, monkeypatch):
     """Serve the folder; return its address and the paths that were asked for."""
-    asked = []
+    asked, released = [], threading.Event()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
@@ -218,6 +219,13 @@ def site(folder, monkeypatch):
                 self.send_response(302)
                 self.send_header("Location", self.path.removeprefix("/to/"))
                 self.end_headers()
+            elif self.path == "/page.png" and asked.count(self.path) == 1:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"<html>busy</html>")
+            elif self.path == "/slow":
+                while not released.wait(0.05):
+                    self.wfile.write(b"H")
             elif self.path == "/torn":
                 self.send_response(200)
                 self.send_header("Content-Length", "100")
@@ -234,6 +242,7 @@ def site(folder, monkeypatch):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/", asked
+        released.set()
         server.shutdown()
         thread.join()
 
@@ -251,19 +260,35 @@ def test_images_at_allowed_urls_are_fetched_once(load, site):
     ("url", "reason"),
     [
         ("http://127.0.0.1.evil/a.png", "is a URL, which is not fetched.*prompts.image_urls"),
-        ("to/http://127.0.0.1:1/a.png", "cannot be fetched: .*redirects to 'http://127.0.0.1:1/a.png', which prompts"),
-        ("none.png", "cannot be fetched: .*404"),
-        ("torn", "cannot be fetched: 99 bytes are missing"),
+        ("to/http://127.0.0.1:1/a.png", "cannot be fetched .*redirects to 'http://127.0.0.1:1/a.png', which prompts"),
+        ("none.png", "cannot be fetched .*404"),
+        ("torn", "cannot be fetched .*99 bytes are missing"),
+        ("page.png", "page.png': an image cannot be decoded"),
+        ("images/../rows.jsonl", "is a URL, which is not fetched"),
+        ("images/%2e%2e/rows.jsonl", "is a URL, which is not fetched"),
+        ("slow", "slow' took longer than 0.3 s"),
     ],
 )
-def test_a_url_that_cannot_be_fetched_is_refused_with_its_row(load, site, url, reason):
+def test_a_url_that_cannot_be_fetched_is_refused_with_its_row(load, site, url, reason, monkeypatch):
+    if url == "slow":
+        monkeypatch.setattr(fetched_images, "DEADLINE_S", 0.3)
     address, _ = site
     url = url if url.startswith("http:") else address + url
-    with pytest.raises(DataError, match=r"line 1, field `images\[0\]`: .*" + reason):
+    with pytest.raises(DataError, match=r"line 1, field `images\[0\]`.*" + reason):
         load({"prompt": user("<image>?"), "images": [url]}, image_urls=(address,))
 
 
-@pytest.mark.parametrize("place", ["https://a.b", "file:///", "/images/", "https://"])
+def test_a_page_instead_of_an_image_is_not_kept(load, site, folder):
+    address, asked = site
+    (folder / "page.png").write_bytes(picture(0))
+    row = {"prompt": user("<image>?"), "images": [f"{address}page.png"]}
+    with pytest.raises(DataError, match="cannot be decoded"):
+        load(row, image_urls=(address,))
+    assert load(row, image_urls=(address,)).num_images == 1
+    assert asked == ["/page.png"] * 2
+
+
+@pytest.mark.parametrize("place", ["https:///", "http:// /", "https://a.b", "file:///", "/images/", "https://"])
 def test_a_beginning_of_urls_ends_with_a_slash(load, place):
     with pytest.raises(SettingsError, match=r"prompts.image_urls must have beginnings of URLs"):
         load({"prompt": "1?"}, image_urls=(place,))

@@ -12,6 +12,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}={% endif %}{% if loud is defined %}!{% endif %}"
 )
+OLDER = '{"chat_template": "older"}'
 VOCABULARY = {"<pad>": 0, "<eos>": 1, **{character: i + 2 for i, character in enumerate("0123456789+=[]! ,.")}}
 
 
@@ -70,6 +71,20 @@ def test_template_options_and_a_given_template(tmp_path):
     assert not bare.has_chat_template
     with pytest.raises(DataError, match=r"f, row 3: .* no chat template"):
         bare.render(messages, where="f, row 3")
+
+
+def test_the_template_of_an_older_processor_is_used_if_the_tokenizer_has_none(tmp_path):
+    messages = [{"role": "user", "content": "1"}]
+    (save_tokenizer(tmp_path / "none", chat_template=None) / "chat_template.json").write_text(OLDER)
+    tokenizer = PromptTokenizer.load(tmp_path / "none")
+    assert tokenizer.render(messages) == tokenizer.wrapped.apply_chat_template(messages, tokenize=False) == "older"
+
+    (save_tokenizer(tmp_path / "own") / "chat_template.json").write_text(OLDER)
+    assert PromptTokenizer.load(tmp_path / "own").render(messages) == "[1]="
+
+    (tmp_path / "none" / "chat_template.json").write_text('{"chat_template": ["older"]}')
+    with pytest.raises(SettingsError, match=r"chat_template.json must have chat_template as a text; found list"):
+        PromptTokenizer.load(tmp_path / "none")
 
 
 def test_a_template_prints_the_date_that_it_is_given(tmp_path):

@@ -95,19 +95,21 @@ def _learner_problems(
 
 def _whole_problems(parallel: ParallelOptions, config: PolicyConfig, lora: LoraOptions) -> Iterator[str]:
     """Yield what divides a model, which only our layers can."""
+    has_images = config.image_token_id is not None
+    sharded = "" if has_images else ", or shard_weights = true to divide all of the model's"
     for name in ("tensor", "pipeline", "context", "expert", "virtual_pipeline"):
         size = getattr(parallel, name)
         if size > 1:
             yield (
                 f"{name} = {size} needs layers that ranks can divide; {config.architecture} is computed by "
                 f"transformers' class. Set {name} = 1, and distributed_optimizer = true to divide the optimizer's "
-                "memory, or shard_weights = true to divide all of the model's."
+                f"memory{sharded}."
             )
     if parallel.shard_weights and parallel.distributed_optimizer:
         yield "shard_weights = true already divides the optimizer's state. Set distributed_optimizer = false."
     if parallel.shard_weights and lora.rank:
         yield f"shard_weights = true cannot train adapters; found lora.rank = {lora.rank}. Set one to its default."
-    if parallel.shard_weights and config.image_token_id is not None:
+    if parallel.shard_weights and has_images:
         yield f"shard_weights = true does not divide {config.architecture}, a policy with images. Omit it."
     if parallel.expert_tensor not in (None, 1):
         yield f"expert_tensor = {parallel.expert_tensor} needs layers that ranks can divide. Leave it at none."

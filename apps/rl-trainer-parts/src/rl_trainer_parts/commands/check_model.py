@@ -1,11 +1,17 @@
-"""`check-model`: what trains, serves and proves a model, its memory and what it lacks, from config.json alone."""
+"""`check-model`: what trains, serves and proves a model, its memory and what it lacks, without its weights.
+
+Everything comes from config.json, except the tokens of images, which need the files of their processor.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rl_core.errors import DataError, SettingsError
+from rl_core.images import ImageProcessor, encode_image, joined_pixels
 from rl_core.terminal_text import bytes_text, counted, json_text, say
 from rl_distill import (
     LearnerOptions,
@@ -22,7 +28,7 @@ from rl_distill import (
     read_policy_config,
     refuse_quantized,
 )
-from rl_rollout.engines import choose_engine
+from rl_rollout.engines import choose_engine, takes_images
 from rl_trainer_parts.checks.model_folder import missing_path
 
 DTYPE = "bfloat16"
@@ -31,6 +37,8 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 GPU_BYTES = 80 * 10**9
 MAX_LINES = 12
 DIVIDED = ("tensor", "pipeline", "context", "expert")
+IMAGE_SIZES = ((224, 224), (896, 672))
+"""Width and height in pixels of images whose tokens are shown. Some processors cut them into unequally many parts."""
 
 
 class Way(NamedTuple):
@@ -93,6 +101,7 @@ def _describe(folder: Path, config_json: Mapping[str, Any]) -> dict[str, Any]:
         "rows": _rows(config),
         "engine": engine.name,
         "engine_why": engine.reason,
+        "images": None if config.image_token_id is None else _images(folder),
         "parameters": total,
         "active_parameters": active,
         "dtype": DTYPE,
@@ -101,6 +110,30 @@ def _describe(folder: Path, config_json: Mapping[str, Any]) -> dict[str, Any]:
         "adapters": dict(adapted),
         "refused": list(_refused(config)),
     }
+
+
+def _images(folder: Path) -> dict[str, Any]:
+    """Return how many tokens an image takes by its size, or why images cannot be used."""
+    if not takes_images(folder):
+        return {"refused": "need preprocessor_config.json or processor_config.json, and the tokenizer's files"}
+    try:
+        images = {f"{width} x {height}": _blank(width, height) for width, height in IMAGE_SIZES}
+        processor = ImageProcessor.load(folder)
+        tokens = {size: processor.num_tokens(image) for size, image in images.items()}
+        pixels = [processor.pixels(image) for image in images.values()]
+    except Exception as error:  # transformers' processors raise many types
+        why = " ".join(str(error).split())
+        needs_torchvision = "torchvision" in why.lower()
+        return {"refused": "their processor needs torchvision, which is not supported" if needs_torchvision else why}
+    try:
+        joined_pixels(pixels)
+    except ValueError:
+        return {"refused": "a processor that cuts images into different numbers of parts is not supported"}
+    return {"tokens": tokens}
+
+
+def _blank(width: int, height: int) -> bytes:
+    return encode_image(np.zeros((height, width, 3), np.uint8))
 
 
 def _backend(config_json: Mapping[str, Any], config: PolicyConfig) -> tuple[str, str]:
@@ -145,10 +178,10 @@ def _ways(config: PolicyConfig, *, has_adapters: bool) -> Iterator[Way]:
     """Yield the memory of all weights and of an adapter, without and with divided weights."""
     whole = {ranks: ParallelOptions(ranks=ranks, distributed_optimizer=True) for ranks in RANKS}
     yield Way("all weights", {ranks: _bytes(config, layout) for ranks, layout in whole.items()})
-    if config.model_json:
-        divided = {ranks: ParallelOptions(ranks=ranks, shard_weights=True) for ranks in RANKS}
+    divided = {ranks: ParallelOptions(ranks=ranks, shard_weights=True) for ranks in RANKS}
+    if _fits(config, divided[1]):
         yield Way("shard_weights", {ranks: _bytes(config, layout) for ranks, layout in divided.items()})
-    else:
+    if not config.model_json:
         sequence = config.mixture is not None
         layouts = {n: ParallelOptions(ranks=n, tensor=n, sequence=sequence and n > 1) for n in RANKS}
         fitting = {ranks: layout for ranks, layout in layouts.items() if _fits(config, layout)}
@@ -175,6 +208,8 @@ def _refused(config: PolicyConfig) -> Iterator[str]:
     refused = [f"parallel.{name}" for name, layout in layouts.items() if not _fits(config, layout)]
     if refused and config.model_json:
         yield f"{', '.join(refused)} above 1: ranks divide only our layers"
+    if config.image_token_id is not None:
+        yield "parallel.shard_weights, which does not divide a policy with images"
     try:
         options = LearnerOptions(learning_rate=1e-6, recompute="selective")
         check_learner(options, ParallelOptions(), config)
@@ -193,6 +228,9 @@ def _table(found: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     yield "trained by", [f"{found['backend']} (policy.backend)", found["backend_why"]]
     yield "rows", [found["rows"]]
     yield "served by", [f"{found['engine']} (rollout.engine)", found["engine_why"]]
+    if images := found["images"]:
+        tokens = [f"{count} tokens for {size} pixels" for size, count in images.get("tokens", {}).items()]
+        yield "images", tokens or [f"not usable: {images['refused']}"[:400]]
     total, active = found["parameters"], found["active_parameters"]
     yield "parameters", [f"{total:,}{'' if active == total else f', {active:,} of them active'}"]
     yield "memory", list(_memory(found["memory"]))

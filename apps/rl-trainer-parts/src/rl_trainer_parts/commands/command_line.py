@@ -67,7 +67,8 @@ CHECK_MACHINE_HELP = """\
   --json  Print one JSON object."""
 CHECK_MODEL_HELP = """\
 {program} check-model DIR [--json]: say what trains and serves a model, from its config.json; weights may be missing.
-  It shows the back end, the engine, parameters, memory of each rank, proofs, adapters and settings that are refused.
+  It shows the back end, the engine, tokens of images (which need the processor's files), parameters, memory of each
+  rank, proofs, adapters and settings that are refused.
   Exit status: 0 it can be trained, 1 it is refused.
   --json  Print one JSON object."""
 WITH_SETTINGS = ("train", "validate")

@@ -108,6 +108,7 @@ def _sample(answer: Answer, given: str, output: str) -> GenerationSample:
         components=dict(answer.components),
         data_source=answer.prompt.data_source,
         finish=answer.trajectory.finish_reason,
+        images=tuple(span.digest for span in answer.trajectory.images),
     )
 
 

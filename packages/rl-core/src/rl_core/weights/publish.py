@@ -77,6 +77,12 @@ DIFFERENT_MODELS = (
 )
 
 
+def _of_images(canary: "Canary", index: int) -> str:
+    if index >= len(canary.images) or not canary.images[index]:
+        return ""
+    return "The sequence has an image: compare the image processors of both folders, and the pixel values. "
+
+
 async def publish_weights(
     update: WeightUpdate, receivers: Sequence[WeightReceiver], *, canary: Canary, tolerances: ProofTolerances
 ) -> PublishReport:
@@ -249,7 +255,7 @@ def check_canary(canary: Canary, scores: Sequence[FloatArray], *, tolerances: Pr
             raise WeightProofError(
                 f"every tensor arrived and is live, but the engine's logprob of token {position} of canary sequence "
                 f"{index} is {found[position]:.4f}; the learner's is {expected[position]:.4f} (allowed difference "
-                f"{tolerances.canary:g}). {DIFFERENT_MODELS}"
+                f"{tolerances.canary:g}). {_of_images(canary, index)}{DIFFERENT_MODELS}"
             )
         worst = max(worst, float(differences.max()))
         total, count = total + float(differences.sum()), count + len(differences)

@@ -217,13 +217,15 @@ def _pack_tokens(rows: Sequence[RolloutRow]) -> tuple[dict[str, NDArray[np.float
     return measures, pack(header, columns)
 
 
-def pack_generations(tables: Sequence[GenerationTable], sink: BlobSink) -> str:
+def pack_generations(tables: Sequence[GenerationTable], sink: BlobSink, *, images: ImageStore) -> str:
     """Pack the samples by step and return the name of the index.
 
     Args:
         tables: Tables of the validations.
         sink: Destination of the packed parts.
+        images: The run's images.
     """
+    thumbnails = Thumbnails(images, sink)
     rows = [(table, sample) for table in sorted(tables, key=lambda table: table.step) for sample in table.samples]
     index = _Index(SAMPLE_COLUMNS, "table", "problem", "source", "finish", "failure")
     chunks: list[dict[str, Any]] = []
@@ -237,7 +239,8 @@ def pack_generations(tables: Sequence[GenerationTable], sink: BlobSink) -> str:
             if index.add(numbers, names | {"table": table.name, "problem": sample.prompt_uid}, sample.components):
                 prompts.append(one_line(sample.input))
             texts.append([sample.input, sample.output, json_text(sample.ground_truth), sample.prompt_uid, sample.source,
-                          sample.failure, list(sample.policy_version), dict(sample.components)])  # fmt: skip
+                          sample.failure, list(sample.policy_version), dict(sample.components),
+                          list(map(thumbnails.part, sample.images))])  # fmt: skip
         chunks.append({"first": first, "texts": sink(pack({"rows": texts}, {}))})
     return sink(index.pack({"chunks": chunks, "recorded": len(rows), "prompts": prompts}))
 

@@ -145,7 +145,7 @@ def _pack_run(run: RunRecord, name: str, sink: BlobSink, max_trajectories: int) 
         "settings": flat_settings(run.settings),
         "summary": flat_settings(run.summary),
         "hang": describe_hang(run),
-        "generations": pack_generations(run.generations, sink),
+        "generations": pack_generations(run.generations, sink, images=ImageStore(run.folder / "images")),
         "index": _pack_rollouts(run, sink, max_trajectories, slowest),
         "slowest": slowest,  # now with the rows of their trajectories
     }

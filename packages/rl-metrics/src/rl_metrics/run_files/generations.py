@@ -33,6 +33,7 @@ class GenerationSample:
         components: Parts of the reward by name.
         data_source: Data source of the prompt.
         finish: Why the response ended: "stop", "length", "abort".
+        images: Digests of the images in input and output, in order, as the folder `images` of the run has them.
     """
 
     prompt_uid: str
@@ -46,6 +47,7 @@ class GenerationSample:
     components: Mapping[str, float] = field(default_factory=dict)
     data_source: str = "default"
     finish: str = "stop"
+    images: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Json]:
         """Return the sample as JSON values, to send to another process; numbers that are not finite are null."""
@@ -53,6 +55,7 @@ class GenerationSample:
         row["score"] = number_or_none(self.score)
         row["policy_version"] = [int(version) for version in self.policy_version]
         row["components"] = {name: number_or_none(value) for name, value in self.components.items()}
+        row["images"] = list(self.images)
         return row
 
     @classmethod

@@ -110,7 +110,9 @@ class EngineImages:
         return found
 
     def _digest(self, images: Sequence[PlacedImage]) -> str:
-        """Return the digest of the images' joined pixel values. The last ones are kept, because a group shares them."""
+        """Return the digest of the images' joined pixel values; empty without images. The last ones are kept."""
+        if not images:
+            return ""
         key = tuple(image.span.digest for image in images)
         if key not in self._digests:
             if len(self._digests) >= 1000:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import url2pathname
 
 from rl_core.data import Json
 from rl_core.errors import DataError, SettingsError
@@ -42,11 +43,13 @@ class RowImage(NamedTuple):
         digest: SHA-256 of its bytes, in hexadecimal.
         data: Its bytes.
         where: File, row and field, for messages.
+        kept: File in the user's cache if it was fetched.
     """
 
     digest: str
     data: bytes
     where: str
+    kept: Path | None = None
 
 
 class RowWithImages(NamedTuple):
@@ -167,13 +170,14 @@ class ImageReader:
             raise DataError(
                 f"{where}: a place for an image without one. Name the image there, or in the column {columns}."
             )
-        data = source if isinstance(source, bytes) else self._named(source, where=where)
+        data, kept = (source, None) if isinstance(source, bytes) else self._named(source, where=where)
         if not 0 < len(data) <= MAX_IMAGE_BYTES:
             raise DataError(f"{where}: an image must have 1 to {MAX_IMAGE_BYTES} bytes; found {len(data)}.")
-        return RowImage(sha256(data).hexdigest(), data, where)
+        shown = where if kept is None else f"{where}, {preview(source)}"
+        return RowImage(sha256(data).hexdigest(), data, shown, kept)
 
-    def _named(self, name: Json, *, where: str) -> bytes:
-        """Return the bytes of an image that a path or a `data:` URL names."""
+    def _named(self, name: Json, *, where: str) -> tuple[bytes, Path | None]:
+        """Return the bytes of an image that a path or URL names, and the file that keeps them if they were fetched."""
         if not isinstance(name, str):
             raise DataError(f"{where}: expected the bytes or the path of an image; found {preview(name)}.")
         scheme, colon, rest = name.partition(":")
@@ -182,20 +186,21 @@ class ImageReader:
             if not is_base64:
                 raise DataError(f"{where}: a `data:` URL must have base64; found {preview(name)}.")
             try:
-                return base64.b64decode(encoded, validate=True)
+                return base64.b64decode(encoded, validate=True), None
             except binascii.Error as error:
                 raise DataError(f"{where}: a `data:` URL must have base64 ({error}).") from None
         if rest.startswith("//") and scheme != "file":
             with located(where):
                 return fetch_image(name, self._urls)
-        path = Path(os.path.realpath(self._folder / name.removeprefix("file://")))
+        name = url2pathname(rest.removeprefix("//")) if scheme == "file" else name
+        path = Path(os.path.realpath(self._folder / name))
         if not any(path.is_relative_to(folder) for folder in self._allowed):
             raise DataError(
                 f"{where}: {path} is not in {self._allowed[0]}. Add its folder to prompts.image_folders, or move the "
                 "image."
             )
         with located(where):
-            return read_plain(path, max_bytes=MAX_IMAGE_BYTES)
+            return read_plain(path, max_bytes=MAX_IMAGE_BYTES), None
 
 
 @contextmanager
@@ -208,7 +213,7 @@ def located(where: str) -> Iterator[None]:
 
 
 def try_images(images: Iterable[RowImage]) -> None:
-    """Decode images once in a child process, which a damaged one may crash.
+    """Decode images once in a child process, which a damaged one may crash. Fetched ones are only kept if they decode.
 
     Raises:
         DataError: An image cannot be decoded. The message names file, row and field.
@@ -216,6 +221,16 @@ def try_images(images: Iterable[RowImage]) -> None:
     distinct = {one.digest: one for one in images}
     if not distinct:
         return
+    try:
+        _try(distinct)
+    except DataError:
+        for one in distinct.values():
+            if one.kept is not None:
+                one.kept.unlink(missing_ok=True)
+        raise
+
+
+def _try(distinct: Mapping[str, RowImage]) -> None:
     with tempfile.TemporaryDirectory(prefix="images-") as folder:
         paths = {one.digest: Path(folder) / one.digest for one in distinct.values()}
         for digest, path in paths.items():

@@ -126,6 +126,8 @@ class PromptTokenizer:
             raise SettingsError(
                 f"{folder}: transformers cannot load the tokenizer ({type(error).__name__}: {error})."
             ) from error
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = _processor_template(folder)
         return cls(
             tokenizer,
             chat_template=chat_template,
@@ -394,6 +396,19 @@ def _templates(contents: Mapping[Path, bytes]) -> Iterator[str]:
                 raise SettingsError(f"{file} must contain a JSON object ({error}).") from None
             several = found if isinstance(found, list) else [{"template": found}]
             yield from (str(one["template"]) for one in several if isinstance(one, dict) and one.get("template"))
+
+
+def _processor_template(folder: Path) -> str | None:
+    """Return the template in the file of an older transformers' processor; None without one.
+
+    Raises:
+        SettingsError: Its file has something else.
+    """
+    file = folder / "chat_template.json"
+    found = read_json_object(file, error=SettingsError).get("chat_template") if file.is_file() else None
+    if found is not None and not isinstance(found, str):
+        raise SettingsError(f"{file} must have chat_template as a text; found {type(found).__name__}.")
+    return found
 
 
 def _draws(template: str) -> bool:

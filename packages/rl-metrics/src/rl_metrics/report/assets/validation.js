@@ -100,12 +100,12 @@ function sampleHeadings(runs, number_) {
 
 async function sampleLine(runs, number_, row) {
   const { generations } = runs[number_];
-  const [prompt, response, truth, uid, source, failure, versions, components] = await generations.fields(row);
+  const [prompt, response, truth, uid, source, failure, versions, components, images] = await generations.fields(row);
   const step = generations.columns.step[row];
   const parts = Object.entries(components).map(([name, value]) => `${name} ${number(value)}`);
   const facts = [`version ${[...new Set(versions)].join(" to ")}`, source, ...parts].join(", ");
   const line = [
-    step, sampleText(prompt), truth === null ? "–" : sampleText(truth), sampleScore(generations, row),
+    step, [sampleText(prompt), imageNodes(images)], truth === null ? "–" : sampleText(truth), sampleScore(generations, row),
     [sampleText(response), failure === null ? null : make("div", { class: "failure" }, `Failed: ${failure}`)].filter(Boolean),
     [make("a", { href: viewState.link({ vproblem: uid, vstep: "" }) }, "all steps"), make("div", { class: "note" }, facts)],
   ];
