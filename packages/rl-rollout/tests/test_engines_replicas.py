@@ -172,7 +172,10 @@ def test_a_replica_with_less_room_for_adapters_is_refused() -> None:
 
     async def work(engine: ReplicatedEngine) -> None:
         assert engine.traits.max_lora_rank == 8
-        with pytest.raises(EngineError, match=r"max_lora_rank of at least 8; found .* and 4 in scripted"):
+        with pytest.raises(
+            EngineError,
+            match=r"max_lora_rank of at least 8 and max_adapters of at least 1; found .*, 4 and 1 in scripted",
+        ):
             await engine.add(ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=4)))
 
     run_with([first], work)
