@@ -1,8 +1,7 @@
 """Checks of an engine with slots for several adapters, for each engine with its own test module."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,15 +105,8 @@ class Clients:
             except EngineError as error:
                 assert "serves no adapter" in str(error)  # noqa: PT017 - the others do not end the test
 
-    @contextmanager
-    def dropping(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            asyncio.run(self.drop_all())
 
-
-def check_interleaved_requests_equal_each_alone(clients: Clients) -> None:
+async def check_interleaved_requests_equal_each_alone(clients: Clients) -> None:
     """Requests of two adapters and the base run together, and each answers as in an engine that serves only it."""
     engine, names = clients.engine, ["a", "b", "base"] * 4
 
@@ -136,8 +128,7 @@ def check_interleaved_requests_equal_each_alone(clients: Clients) -> None:
             np.testing.assert_allclose(found.token_logprobs, scores[own], atol=1e-5)
         return alone, groups, scores
 
-    with clients.dropping():
-        alone, groups, scores = asyncio.run(ask())
+    alone, groups, scores = await ask()
     ordered = [group for own in ("a", "b", "base") for group, name in zip(groups, names, strict=True) if name == own]
     for expected, found in zip(alone, ordered, strict=True):
         for left, right in zip(expected, found, strict=True):
@@ -148,7 +139,7 @@ def check_interleaved_requests_equal_each_alone(clients: Clients) -> None:
     assert min(np.abs(scores[one] - scores["base"]).max() for one in ("a", "b")) > 0.01
 
 
-def check_an_update_of_one_leaves_the_others_running(clients: Clients) -> None:
+async def check_an_update_of_one_leaves_the_others_running(clients: Clients) -> None:
     """Running requests of the other adapters are neither restarted nor changed; those of its own continue with it."""
     engine = clients.engine
 
@@ -162,8 +153,7 @@ def check_an_update_of_one_leaves_the_others_running(clients: Clients) -> None:
             await engine.update_weights(clients.update("a", version=3, seed=1))
         return [sample for group in await asyncio.gather(*running) for sample in group]
 
-    with clients.dropping():
-        before, after = (asyncio.run(run(with_update=with_update)) for with_update in (False, True))
+    before, after = [await run(with_update=with_update) for with_update in (False, True)]
     own, others = after[:8], after[8:]
     continued = [sample for sample in own if len(set(sample.policy_versions.tolist())) == 2]
     assert continued
@@ -175,7 +165,7 @@ def check_an_update_of_one_leaves_the_others_running(clients: Clients) -> None:
     clients.check(continued, "a", 7, {1: 0, 3: 1})
 
 
-def check_slots_are_limited_and_freed(clients: Clients) -> None:
+async def check_slots_are_limited_and_freed(clients: Clients) -> None:
     engine = clients.engine
 
     async def fill() -> None:
@@ -210,27 +200,25 @@ def check_slots_are_limited_and_freed(clients: Clients) -> None:
             assert update.adapter is not None
             await engine.update_weights(replace(update, adapter=replace(update.adapter, name="base")))
 
-    with clients.dropping():
-        asyncio.run(fill())
+    await fill()
 
 
-def check_a_failed_slot_leaves_the_others(clients: Clients, publish_wrongly: Sequence[object]) -> None:
+async def check_a_failed_slot_leaves_the_others(clients: Clients, publish_wrongly: Sequence[object]) -> None:
     """Each entry breaks the update of "a" when it is entered as a context; the proof names its words."""
     engine = clients.engine
 
     async def expect() -> list[Generation]:
         return [one for seed in (2, 3) for one in await engine.generate(clients.request("b", seed=seed))]
 
-    with clients.dropping():
-        asyncio.run(clients.publish("a", version=1))
-        asyncio.run(clients.publish("b", version=2))
-        before = asyncio.run(expect())
-        for number, (broken, words) in enumerate(publish_wrongly):  # type: ignore[misc]
-            with broken, pytest.raises(WeightProofError, match=words):
-                asyncio.run(clients.publish("a", version=3 + number, seed=number + 1))
-            for expected, found in zip(before, asyncio.run(expect()), strict=True):
-                assert found.policy_versions.tolist() == expected.policy_versions.tolist()
-                np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
-            asyncio.run(clients.publish("a", version=3 + number, seed=number + 1))
-            samples = asyncio.run(engine.generate(clients.request("a", seed=3)))
-            clients.check(samples, "a", 3, {3 + number: number + 1})
+    await clients.publish("a", version=1)
+    await clients.publish("b", version=2)
+    before = await expect()
+    for number, (broken, words) in enumerate(publish_wrongly):  # type: ignore[misc]
+        with broken, pytest.raises(WeightProofError, match=words):
+            await clients.publish("a", version=3 + number, seed=number + 1)
+        for expected, found in zip(before, await expect(), strict=True):
+            assert found.policy_versions.tolist() == expected.policy_versions.tolist()
+            np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+        await clients.publish("a", version=3 + number, seed=number + 1)
+        samples = await engine.generate(clients.request("a", seed=3))
+        clients.check(samples, "a", 3, {3 + number: number + 1})

@@ -35,20 +35,22 @@ def engine(tied_model_dir: Path) -> Iterator[TransformersEngine]:
 
 
 @pytest.fixture
-def clients(engine: TransformersEngine, tied_model_dir: Path, tmp_path: Path) -> Clients:
-    return Clients(engine, tied_model_dir, tmp_path)
+def clients(engine: TransformersEngine, tied_model_dir: Path, tmp_path: Path) -> Iterator[Clients]:
+    clients = Clients(engine, tied_model_dir, tmp_path)
+    yield clients
+    asyncio.run(clients.drop_all())
 
 
 def test_interleaved_requests_equal_each_alone(clients: Clients) -> None:
-    check_interleaved_requests_equal_each_alone(clients)
+    asyncio.run(check_interleaved_requests_equal_each_alone(clients))
 
 
 def test_an_update_of_one_leaves_the_others_running(clients: Clients) -> None:
-    check_an_update_of_one_leaves_the_others_running(clients)
+    asyncio.run(check_an_update_of_one_leaves_the_others_running(clients))
 
 
 def test_slots_are_limited_and_freed(clients: Clients) -> None:
-    check_slots_are_limited_and_freed(clients)
+    asyncio.run(check_slots_are_limited_and_freed(clients))
 
 
 def test_a_failed_slot_leaves_the_others(clients: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,7 @@ def test_a_failed_slot_leaves_the_others(clients: Clients, monkeypatch: pytest.M
         (broken(flip), "read back with different bits"),
         (broken(write_to_the_other), "read back with different bits"),
     ]
-    check_a_failed_slot_leaves_the_others(clients, faults[:1])
+    asyncio.run(check_a_failed_slot_leaves_the_others(clients, faults[:1]))
 
 
 def test_a_damaged_adapter_is_restored_by_the_update_of_another(clients: Clients, engine: TransformersEngine) -> None:
@@ -91,14 +93,13 @@ def test_a_damaged_adapter_is_restored_by_the_update_of_another(clients: Clients
     async def logprobs() -> np.ndarray:
         return (await engine.score([SEQUENCE], adapter="b"))[0].token_logprobs
 
-    with clients.dropping():
-        asyncio.run(clients.publish("a", version=1))
-        asyncio.run(clients.publish("b", version=2))
-        before = asyncio.run(logprobs())
-        for key in clients.adapter("b"):
-            live = stepper._adapters._live("b", key)
-            assert live is not None
-            live.data.mul_(2)
-        assert np.abs(asyncio.run(logprobs()) - before).max() > 1e-3
-        asyncio.run(clients.publish("a", version=3, seed=1))
-        np.testing.assert_array_equal(asyncio.run(logprobs()), before)
+    asyncio.run(clients.publish("a", version=1))
+    asyncio.run(clients.publish("b", version=2))
+    before = asyncio.run(logprobs())
+    for key in clients.adapter("b"):
+        live = stepper._adapters._live("b", key)
+        assert live is not None
+        live.data.mul_(2)
+    assert np.abs(asyncio.run(logprobs()) - before).max() > 1e-3
+    asyncio.run(clients.publish("a", version=3, seed=1))
+    np.testing.assert_array_equal(asyncio.run(logprobs()), before)

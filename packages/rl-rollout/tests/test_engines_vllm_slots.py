@@ -42,20 +42,22 @@ def engine(tied_model_dir: Path, learner_process_group: None) -> Iterator[VLLMEn
 
 
 @pytest.fixture
-def clients(engine: VLLMEngine, tied_model_dir: Path, tmp_path: Path) -> Clients:
-    return Clients(engine, tied_model_dir, tmp_path)
+def clients(engine: VLLMEngine, tied_model_dir: Path, tmp_path: Path) -> Iterator[Clients]:
+    clients = Clients(engine, tied_model_dir, tmp_path)
+    yield clients
+    asyncio.run(clients.drop_all())
 
 
 def test_interleaved_requests_equal_each_alone(clients: Clients) -> None:
-    check_interleaved_requests_equal_each_alone(clients)
+    asyncio.run(check_interleaved_requests_equal_each_alone(clients))
 
 
 def test_an_update_of_one_leaves_the_others_running(clients: Clients) -> None:
-    check_an_update_of_one_leaves_the_others_running(clients)
+    asyncio.run(check_an_update_of_one_leaves_the_others_running(clients))
 
 
 def test_slots_are_limited_and_freed(clients: Clients) -> None:
-    check_slots_are_limited_and_freed(clients)
+    asyncio.run(check_slots_are_limited_and_freed(clients))
 
 
 def test_a_failed_slot_leaves_the_others(clients: Clients, engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,27 +99,26 @@ def test_a_failed_slot_leaves_the_others(clients: Clients, engine: VLLMEngine, m
         (broken(evict), r"must contain \[1, 2, None\]; found \[None, 2, None\]"),
         (broken(add_another), r"vLLM has the adapters \[1, 2, 3\]"),
     ]
-    check_a_failed_slot_leaves_the_others(clients, faults)
+    asyncio.run(check_a_failed_slot_leaves_the_others(clients, faults))
 
 
 def test_requests_of_a_lost_adapter_fail_alone(clients: Clients, engine: VLLMEngine) -> None:
     core = engine._stepper._core  # type: ignore[union-attr] # vLLM's stepper
-    with clients.dropping():
-        asyncio.run(clients.publish("a", version=1))
-        asyncio.run(clients.publish("b", version=2))
-        core.collective_rpc(lambda worker: manager_of(worker).remove_adapter(1))
+    asyncio.run(clients.publish("a", version=1))
+    asyncio.run(clients.publish("b", version=2))
+    core.collective_rpc(lambda worker: manager_of(worker).remove_adapter(1))
 
-        async def ask() -> list[Any]:
-            requests = [clients.request(name, seed=3) for name in ("a", "b", "base", "a")]
-            return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+    async def ask() -> list[Any]:
+        requests = [clients.request(name, seed=3) for name in ("a", "b", "base", "a")]
+        return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
 
-        lost, of_b, of_base, lost_too = asyncio.run(ask())
-        for error in (lost, lost_too):
-            assert isinstance(error, EngineError)
-            assert "must contain [1, 2, None]; found [None, 2, None]. Publish the weights again." in str(error)
-        clients.check(of_b, "b", 3, {2: 0})
-        clients.check(of_base, "base", 3, {0: 0})
-        with refuses("Publish the weights again"):
-            asyncio.run(engine.generate(clients.request("a", seed=3)))
-        asyncio.run(clients.publish("a", version=3))
-        clients.check(asyncio.run(engine.generate(clients.request("a", seed=3))), "a", 3, {3: 0})
+    lost, of_b, of_base, lost_too = asyncio.run(ask())
+    for error in (lost, lost_too):
+        assert isinstance(error, EngineError)
+        assert "must contain [1, 2, None]; found [None, 2, None]. Publish the weights again." in str(error)
+    clients.check(of_b, "b", 3, {2: 0})
+    clients.check(of_base, "base", 3, {0: 0})
+    with refuses("Publish the weights again"):
+        asyncio.run(engine.generate(clients.request("a", seed=3)))
+    asyncio.run(clients.publish("a", version=3))
+    clients.check(asyncio.run(engine.generate(clients.request("a", seed=3))), "a", 3, {3: 0})
