@@ -222,3 +222,15 @@ async def check_a_failed_slot_leaves_the_others(clients: Clients, publish_wrongl
         await clients.publish("a", version=3 + number, seed=number + 1)
         samples = await engine.generate(clients.request("a", seed=3))
         clients.check(samples, "a", 3, {3 + number: number + 1})
+
+
+async def check_nothing_of_a_replaced_adapter_is_used(clients: Clients) -> None:
+    """Even if the same version of the same name is published again, or after the adapter was dropped."""
+    await clients.publish("b", version=1)
+    for seed in range(4):
+        if seed == 2:
+            await clients.engine.drop_adapter("a")
+        await clients.publish("a", version=2, seed=seed)
+        for prompt in (2, 3):
+            clients.check(await clients.engine.generate(clients.request("a", seed=prompt)), "a", prompt, {2: seed})
+            clients.check(await clients.engine.generate(clients.request("b", seed=prompt)), "b", prompt, {1: 0})

@@ -15,12 +15,14 @@ from adapter_slots import (
     check_a_failed_slot_leaves_the_others,
     check_an_update_of_one_leaves_the_others_running,
     check_interleaved_requests_equal_each_alone,
+    check_nothing_of_a_replaced_adapter_is_used,
     check_slots_are_limited_and_freed,
 )
 
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
 from rl_rollout.engines.transformers_adapters import ModelAdapters
 from rl_rollout.engines.transformers_stepper import TransformersStepper
+from rl_rollout.testing import AdapterConformance
 from rl_rollout.testing.update_checks import SEQUENCE
 
 
@@ -39,6 +41,18 @@ def clients(engine: TransformersEngine, tied_model_dir: Path, tmp_path: Path) ->
     clients = Clients(engine, tied_model_dir, tmp_path)
     yield clients
     asyncio.run(clients.drop_all())
+
+
+class TestTransformersSlots(AdapterConformance):
+    """With slots to spare."""
+
+    @pytest.fixture
+    def model_dir(self, tied_model_dir: Path) -> Path:
+        return tied_model_dir
+
+
+def test_nothing_of_a_replaced_adapter_is_used(clients: Clients) -> None:
+    asyncio.run(check_nothing_of_a_replaced_adapter_is_used(clients))
 
 
 def test_interleaved_requests_equal_each_alone(clients: Clients) -> None:

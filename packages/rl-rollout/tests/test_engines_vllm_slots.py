@@ -14,13 +14,14 @@ from adapter_slots import (
     check_a_failed_slot_leaves_the_others,
     check_an_update_of_one_leaves_the_others_running,
     check_interleaved_requests_equal_each_alone,
+    check_nothing_of_a_replaced_adapter_is_used,
     check_slots_are_limited_and_freed,
 )
 from vllm_adapter_faults import manager_of
 
 from rl_core.errors import EngineError
 from rl_rollout.engines.vllm import VLLMEngine, VLLMOptions
-from rl_rollout.testing import refuses
+from rl_rollout.testing import AdapterConformance, refuses
 
 pytest.importorskip("vllm")
 
@@ -46,6 +47,18 @@ def clients(engine: VLLMEngine, tied_model_dir: Path, tmp_path: Path) -> Iterato
     clients = Clients(engine, tied_model_dir, tmp_path)
     yield clients
     asyncio.run(clients.drop_all())
+
+
+class TestVLLMSlots(AdapterConformance):
+    """With slots to spare."""
+
+    @pytest.fixture
+    def model_dir(self, tied_model_dir: Path) -> Path:
+        return tied_model_dir
+
+
+def test_nothing_of_a_replaced_adapter_is_used(clients: Clients) -> None:
+    asyncio.run(check_nothing_of_a_replaced_adapter_is_used(clients))
 
 
 def test_interleaved_requests_equal_each_alone(clients: Clients) -> None:

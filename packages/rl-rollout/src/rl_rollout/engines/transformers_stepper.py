@@ -245,7 +245,8 @@ class TransformersStepper:
     def _end_unserved(self) -> list[Sample]:
         """End samples whose adapter is not served."""
         samples = [*self._waiting, *(sample for batch in self._batches for sample in batch.samples)]
-        ended = [sample for sample in samples if sample.adapter not in (None, BASE, *self._served)]
+        served = {None, BASE, *self._served}
+        ended = [sample for sample in samples if sample.adapter not in served]
         for sample in ended:
             sample.fail(str(missing_adapter(str(sample.adapter), self._served)))
         if ended:

@@ -151,18 +151,21 @@ class PublishedAdapters:
         served = self._served.get(sample.adapter or POLICY_ADAPTER)
         return self._base_version if served is None else served.version
 
-    def absences(self, samples: Iterable[Sample]) -> dict[Sample, str]:
+    def absences(self, samples: Sequence[Sample]) -> dict[Sample, str]:
         """Return the samples that cannot be served, with the reasons. Checked before each step."""
-        chosen = {sample: sample.adapter or POLICY_ADAPTER for sample in samples if sample.adapter != BASE}
-        found: dict[str, str] = {}
-        for name in {*chosen.values()} - self._served.keys() - {POLICY_ADAPTER}:
-            found[name] = str(missing_adapter(name, self._served))
-        if not self._served.keys().isdisjoint(chosen.values()):
+        names = {sample.adapter for sample in samples}
+        found: dict[str | None, str] = {}
+        for name in names - self._served.keys():
+            if name not in (None, BASE):
+                found[name] = str(missing_adapter(str(name), self._served))
+        if self._served and names - {BASE}:
             for of_rank in self._core.collective_rpc("with_adapter", args=("absences", self._versions)):
                 for name, one in self._served.items():
                     if one.adapter_id in of_rank:
                         found[name] = f"{of_rank[one.adapter_id]} Publish the weights again."
-        return {sample: found[name] for sample, name in chosen.items() if name in found}
+        if POLICY_ADAPTER in found:
+            found[None] = found[POLICY_ADAPTER]
+        return {sample: found[sample.adapter] for sample in samples if sample.adapter in found} if found else {}
 
     def problems(self, running: Running, affected: Running) -> Iterator[str]:
         """Describe problems after an update, other than the tensors themselves.

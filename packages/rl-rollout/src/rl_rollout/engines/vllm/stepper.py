@@ -321,7 +321,7 @@ class VLLMStepper:
 
     def _without_adapter(self) -> list[Sample]:
         """End samples whose adapter is missing. Otherwise, vLLM would fail the step for all samples."""
-        absences = self._adapters.absences(sample for sample, _ in self._running.values())
+        absences = self._adapters.absences([sample for sample, _ in self._running.values()])
         for sample, reason in absences.items():
             sample.fail(reason)
         if absences:
