@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from rl_core.errors import EngineError, WeightProofError
 from rl_core.weights import (
+    POLICY_ADAPTER,
     AdapterUpdate,
     Canary,
     InFile,
@@ -234,3 +235,26 @@ async def check_nothing_of_a_replaced_adapter_is_used(clients: Clients) -> None:
         for prompt in (2, 3):
             clients.check(await clients.engine.generate(clients.request("a", seed=prompt)), "a", prompt, {2: seed})
             clients.check(await clients.engine.generate(clients.request("b", seed=prompt)), "b", prompt, {1: 0})
+
+
+async def check_requests_without_a_name_continue_with_the_base(clients: Clients) -> None:
+    """The adapter without a name is dropped while a request runs, and another adapter stays."""
+    await clients.publish("b", version=1)
+    update = clients.update("a", version=2)
+    assert update.adapter is not None
+    adapter = replace(update.adapter, name=POLICY_ADAPTER)
+    await clients.engine.update_weights(replace(update, adapter=adapter))
+    request = replace(clients.request(None, seed=7, max_tokens=60), num_samples=8)
+    running = await begin(clients.engine, request)
+    await clients.engine.drop_adapter(POLICY_ADAPTER)
+    samples = await running
+    continued = [sample for sample in samples if len(set(sample.policy_versions.tolist())) == 2]
+    assert continued
+    prompt = request.input_ids
+    for sample in continued:
+        sequence = np.concatenate([prompt, sample.token_ids])
+        for version, tensors in ((2, clients.weights("a")), (0, clients.base)):
+            (row,) = reference_rows(clients.model_dir, [sequence], tensors=tensors)
+            here = sample.policy_versions == version
+            expected = token_logprobs(row, sequence)[len(prompt) - 1 :]
+            np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=1e-4)

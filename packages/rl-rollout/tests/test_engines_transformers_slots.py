@@ -16,6 +16,7 @@ from adapter_slots import (
     check_an_update_of_one_leaves_the_others_running,
     check_interleaved_requests_equal_each_alone,
     check_nothing_of_a_replaced_adapter_is_used,
+    check_requests_without_a_name_continue_with_the_base,
     check_slots_are_limited_and_freed,
 )
 
@@ -61,6 +62,10 @@ def test_interleaved_requests_equal_each_alone(clients: Clients) -> None:
 
 def test_an_update_of_one_leaves_the_others_running(clients: Clients) -> None:
     asyncio.run(check_an_update_of_one_leaves_the_others_running(clients))
+
+
+def test_requests_without_a_name_continue_with_the_base(clients: Clients) -> None:
+    asyncio.run(check_requests_without_a_name_continue_with_the_base(clients))
 
 
 def test_slots_are_limited_and_freed(clients: Clients) -> None:

@@ -128,8 +128,8 @@ class PublishedAdapters:
         if self._max_adapters:
             self._follow(affected)
 
-    def drop(self, name: str) -> None:
-        """Free an adapter's slot.
+    def drop(self, name: str, running: Running) -> None:
+        """Free an adapter's slot. Samples that did not name the policy's continue with the base.
 
         Raises:
             EngineError: There is no adapter of this name.
@@ -137,6 +137,9 @@ class PublishedAdapters:
         if name not in self._served:
             raise missing_adapter(name, self._served)
         self._core.collective_rpc("with_adapter", args=("drop", self._served.pop(name).adapter_id))
+        affected = [one for one in running if one[0].adapter is None] if name == POLICY_ADAPTER else []
+        self.restart(affected)
+        self._follow(affected)
 
     def _follow(self, running: Running) -> None:
         for sample, request in running:

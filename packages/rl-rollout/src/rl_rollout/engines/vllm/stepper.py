@@ -215,7 +215,7 @@ class VLLMStepper:
 
     def drop_adapter(self, name: str) -> None:
         """See `Stepper.drop_adapter`."""
-        self._adapters.drop(name)
+        self._adapters.drop(name, list(self._running.values()))
 
     def _replace_weights(self, update: WeightUpdate, adapter_id: int | None) -> list[dict[str, str]]:
         """Replace the weights. Return the checksums of the tensors as they arrived at each rank."""
