@@ -53,6 +53,7 @@ WORKSPACE_TESTS = (
     "packages/rl-rollout/tests/test_engines_process.py",
     "packages/rl-rollout/tests/test_engines_vllm.py",
     "packages/rl-rollout/tests/test_engines_vllm_adapters.py",
+    "packages/rl-rollout/tests/test_engines_vllm_slots.py",
     "packages/rl-rollout/tests/test_engines_vllm_experts.py",
     "packages/rl-rollout/tests/test_engines_vllm_image_adapters.py",
     "packages/rl-rollout/tests/test_engines_vllm_images.py",

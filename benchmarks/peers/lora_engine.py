@@ -128,7 +128,7 @@ def clocks() -> NDArray[np.float64]:
 
 def timed_slot() -> list[NDArray[np.float64]]:
     """Record `clocks` of each call in which vLLM's worker writes an adapter into its slot or reads it back."""
-    from rl_rollout.engines.vllm.adapter_slot import AdapterSlot
+    from rl_rollout.engines.vllm.adapter_slots import AdapterSlots
 
     taken: list[NDArray[np.float64]] = []
 
@@ -142,7 +142,7 @@ def timed_slot() -> list[NDArray[np.float64]]:
         return call
 
     for name in ("replace", "live_parts", "problems"):
-        setattr(AdapterSlot, name, timed(getattr(AdapterSlot, name)))
+        setattr(AdapterSlots, name, timed(getattr(AdapterSlots, name)))
     return taken
 
 

@@ -204,6 +204,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "vllm.max_top_k": other(5),
     "vllm.capture_experts": other(False),
     "vllm.max_lora_rank": other(2),
+    "vllm.max_adapters": other(2),
     "vllm.lora_target_modules": other(["q_proj"]),
     "vllm.image_folder": other("{folder}"),
     "vllm.num_threads": other(1),

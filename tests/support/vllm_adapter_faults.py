@@ -76,12 +76,12 @@ class Fault:
 
     def slots(self, worker: Any, name: str) -> torch.Tensor:
         """Return the live tensor with this name, for all slots: [slots, ...]."""
-        part = worker.worker._adapter_slot._parts[module_of(name)]
+        part = worker.worker._adapter_slots._parts[module_of(name)]
         found: torch.Tensor = part.slots()[name.endswith(LORA_B)]
         return found
 
     def whole(self, worker: Any) -> list[torch.Tensor]:
-        return [tensor for part in worker.worker._adapter_slot._parts.values() for tensor in part.slots()]
+        return [tensor for part in worker.worker._adapter_slots._parts.values() for tensor in part.slots()]
 
 
 def not_delivered(fault: Fault) -> None:

@@ -168,12 +168,14 @@ def test_a_replica_that_dies_in_an_update_does_not_hold_up_the_others() -> None:
 
 
 def test_a_replica_with_less_room_for_adapters_is_refused() -> None:
-    first = ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=8))
+    first = ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=8, max_adapters=2))
 
     async def work(engine: ReplicatedEngine) -> None:
         assert engine.traits.max_lora_rank == 8
-        with pytest.raises(EngineError, match=r"max_lora_rank of at least 8; found .* and 4 in scripted"):
-            await engine.add(ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=4)))
+        with pytest.raises(EngineError, match=r"max_lora_rank of at least 8 .*; found .*, 4 and 2 in scripted"):
+            await engine.add(ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=4, max_adapters=2)))
+        with pytest.raises(EngineError, match=r"max_adapters of at least 2; found .*, 8 and 1 in scripted"):
+            await engine.add(ScriptedEngine({}, traits=replace(DEFAULT_TRAITS, max_lora_rank=8)))
 
     run_with([first], work)
 

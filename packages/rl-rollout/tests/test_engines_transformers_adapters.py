@@ -27,7 +27,7 @@ from rl_core.weights import (
 from rl_core.weights.digests import PEFT_PREFIX
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.engines.transformers import TransformersEngine, TransformersOptions
-from rl_rollout.engines.transformers_adapter import NAME, ModelAdapter
+from rl_rollout.engines.transformers_adapters import NAME, ModelAdapters
 from rl_rollout.engines.transformers_stepper import TransformersStepper
 from rl_rollout.testing import AdapterConformance, begin, generate, refuses
 from rl_rollout.testing.reference_model import PROMPT, TIED_HEAD, canary_of, long_request, make_adapter, merged
@@ -74,7 +74,7 @@ class TestTransformersAdapters(AdapterConformance):
 
 
 def test_room_for_adapters_needs_peft(tied_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "rl_rollout.engines.transformers_adapter")
+    monkeypatch.delitem(sys.modules, "rl_rollout.engines.transformers_adapters")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"max_lora_rank = 4 needs peft.*rl-rollout\[peft\]"):
         started(tied_model_dir, TransformersOptions(max_lora_rank=RANK))
@@ -188,8 +188,8 @@ class Faults:
         self.model.set_submodule(name, self.model.get_submodule(name).get_base_layer())
 
     def evict_all(self, _: Tensors) -> None:
-        assert self.stepper._adapter is not None
-        self.stepper._adapter._drop()
+        assert self.stepper._adapters is not None
+        self.stepper._adapters._drop()
 
     def swap_layers(self, names: Tensors) -> None:
         kind, part = self.name_of(["q_proj", "v_proj"]), self.name_of(["lora_A", "lora_B"])
@@ -257,19 +257,19 @@ def test_a_fault_of_an_update_is_named_and_the_next_one_heals_it(
     fault: str, adapted_engine: TransformersEngine, served: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_it, words = FAULTS[fault]
-    replace = ModelAdapter.replace
+    replace = ModelAdapters.replace
     base = Faults(adapted_engine, np.random.default_rng()).stepper._base()
     kept = {name: tensor.clone() for name, tensor in base.items()}
     for seed in SEEDS:
         index, faults = (seed + 1) % 2, Faults(adapted_engine, np.random.default_rng([seed, len(fault)]))
 
-        def replace_wrongly(self: ModelAdapter, tensors: Tensors, faults: Faults = faults) -> None:
-            replace(self, tensors)
+        def replace_wrongly(self: ModelAdapters, name: str, tensors: Tensors, faults: Faults = faults) -> None:
+            replace(self, name, tensors)
             with torch.inference_mode(mode=False):
                 break_it(faults, tensors)
 
         with monkeypatch.context() as patch:
-            patch.setattr(ModelAdapter, "replace", replace_wrongly)
+            patch.setattr(ModelAdapters, "replace", replace_wrongly)
             with pytest.raises(WeightProofError, match=words):
                 asyncio.run(served.publish(adapted_engine, index, version=2 + seed))
         if "base" in fault or fault == "merged":
@@ -281,7 +281,7 @@ def test_a_fault_of_an_update_is_named_and_the_next_one_heals_it(
 def test_an_adapter_that_was_not_delivered_is_named(
     adapted_engine: TransformersEngine, served: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModelAdapter, "replace", lambda *_: None)
+    monkeypatch.setattr(ModelAdapters, "replace", lambda *_: None)
     with pytest.raises(WeightProofError, match=WRONG_BITS) as caught:
         asyncio.run(served.publish(adapted_engine, 1, version=2))
     assert caught.value.tensor == next(iter(served.adapters[1]))

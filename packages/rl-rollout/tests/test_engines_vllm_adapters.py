@@ -196,7 +196,7 @@ def test_faults_of_prompt_sharing_and_of_waiting_requests_are_named(
         problems: tuple[str, ...] = receipt.problems
         return problems
 
-    kind = type(served.engine._stepper._adapter)  # type: ignore[union-attr]
+    kind = type(served.engine._stepper._adapters)  # type: ignore[union-attr]
     follow = kind._follow
     problems = asyncio.run(update_midway(lambda *_: None))
     assert "1 samples of the previous weights still share their prompts." in problems

@@ -348,7 +348,7 @@ def flip_a_bit(rank: int, name: str) -> Callable[[Any], None]:
     @torch.inference_mode()
     def flip(worker: Any) -> None:
         if worker.worker.rank == rank:
-            part = worker.worker._adapter_slot._parts[module_of(name)]
+            part = worker.worker._adapter_slots._parts[module_of(name)]
             part.slots()[name.endswith(LORA_B)][0].view(torch.int32)[1, 1] ^= 1
 
     return flip

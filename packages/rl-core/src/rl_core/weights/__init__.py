@@ -33,6 +33,7 @@ from rl_core.weights.transports import (
     write_safetensors,
 )
 from rl_core.weights.update import (
+    POLICY_ADAPTER,
     AdapterUpdate,
     Broadcast,
     Canary,
@@ -56,6 +57,7 @@ __all__ = [
     "LORA_A",
     "LORA_B",
     "PEFT_PREFIX",
+    "POLICY_ADAPTER",
     "REROUTED_TOLERANCES",
     "SHARED_MEMORY",
     "AdapterUpdate",

@@ -12,7 +12,14 @@ import numpy as np
 from rl_core.data.records import ExpertArray, FloatArray, IntArray
 from rl_core.errors import DataError, NotReadyError, WeightProofError
 from rl_core.record_fields import record, settings_record
-from rl_core.weights.update import Canary, TokenScores, WeightReceipt, WeightReceiver, WeightUpdate
+from rl_core.weights.update import (
+    POLICY_ADAPTER,
+    Canary,
+    TokenScores,
+    WeightReceipt,
+    WeightReceiver,
+    WeightUpdate,
+)
 
 Answer = TypeVar("Answer")
 
@@ -132,6 +139,8 @@ async def prove(
     canary_diff, is_routed = 0.0, canary is not None and canary.logprobs is None
     if canary is not None and (is_routed or math.isfinite(min(tolerances.canary, tolerances.mean_canary))):
         more: dict[str, Any] = {"images": canary.images} if canary.images else {}  # an engine may not know them
+        if update.adapter is not None and update.adapter.name != POLICY_ADAPTER:
+            more["adapter"] = update.adapter.name
         scoring = (receiver.score(canary.sequences, with_experts=is_routed, **more) for receiver in receivers)
         scores = await asyncio.gather(*scoring)
         if not is_routed:

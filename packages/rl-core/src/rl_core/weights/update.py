@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 FINGERPRINT_BYTES = 16
+POLICY_ADAPTER = "policy"
+"""Name of an adapter that is published without one."""
 NamedTensors = Mapping[str, "torch.Tensor"]
 """Tensors by Hugging Face name."""
 
@@ -167,10 +169,12 @@ class AdapterUpdate:
     Attributes:
         rank: Rank of every A and B.
         base: Digest of each base tensor that the engine must still serve, by Hugging Face name.
+        name: Name by which requests choose it. It replaces the adapter of this name; others stay.
     """
 
     rank: int
     base: Mapping[str, TensorDigest]
+    name: str = POLICY_ADAPTER
 
 
 @record
@@ -334,8 +338,12 @@ class WeightReceiver(Protocol):
         *,
         with_experts: bool = False,
         images: Sequence[tuple[ImageSpan, ...]] = (),
+        adapter: str | None = None,
     ) -> list[TokenScores]:
-        """Return the logprobs of each sequence's tokens, with their experts for a canary without logprobs."""
+        """Return the logprobs of each sequence's tokens, with their experts for a canary without logprobs.
+
+        `adapter` names the adapter to prove; None is that of the policy.
+        """
         ...
 
 

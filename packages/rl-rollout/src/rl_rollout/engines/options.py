@@ -35,6 +35,8 @@ class VLLMOptions:
             routing. Needs enforce_eager on GPUs; has no effect on dense models.
         max_lora_rank: Maximum rank of an adapter that the engine can serve; 0 serves no adapter. Trainers set it from
             [lora].
+        max_adapters: Maximum number of adapters that the engine serves at once, by name. Each takes the memory of one
+            of max_lora_rank.
         lora_target_modules: Modules that an adapter may change, by the last part of their Hugging Face name, such as
             "q_proj". If vLLM fuses modules, naming one covers all of them.
         num_threads: CPU threads of the engine, over all its processes; none uses torch's number at the start.
@@ -56,6 +58,7 @@ class VLLMOptions:
     max_top_k: NonNegativeInt = 20
     capture_experts: bool = True
     max_lora_rank: NonNegativeInt = 0
+    max_adapters: PositiveInt = 1
     lora_target_modules: tuple[str, ...] = ()
     num_threads: PositiveInt | None = None
     seed: int = 0
@@ -72,6 +75,7 @@ class TransformersOptions:
         max_model_len: Maximum length of prompt and response in tokens; none uses the model's maximum.
         max_num_seqs: Maximum number of sequences in a batch; others wait until it is finished.
         max_lora_rank: As in `VLLMOptions`; needs peft.
+        max_adapters: As in `VLLMOptions`.
         lora_target_modules: As in `VLLMOptions`; empty allows every linear layer but the head.
         seed: Seed for requests without their own.
         image_folder: As in `VLLMOptions`.
@@ -82,6 +86,7 @@ class TransformersOptions:
     max_model_len: PositiveInt | None = None
     max_num_seqs: PositiveInt = 512
     max_lora_rank: NonNegativeInt = 0
+    max_adapters: PositiveInt = 1
     lora_target_modules: tuple[str, ...] = ()
     seed: int = 0
     image_folder: Path | None = None

@@ -43,11 +43,12 @@ from rl_rollout.engines.protocol import (
     NewTokens,
     RolloutEngine,
 )
+from rl_rollout.engines.requests import only_given
 from rl_rollout.engines.streaming import TokenStream
 
 T = TypeVar("T")
 
-OF_THIS_LIFE = ("sees", "update_weights", "more_tokens", "gpu_use")
+OF_THIS_LIFE = ("sees", "update_weights", "drop_adapter", "more_tokens", "gpu_use")
 """Calls that do not wait for a restart: `on_restart` sends newer weights than theirs, and the rest is lost."""
 
 
@@ -107,14 +108,21 @@ class EngineClient:
         top_k: int = 0,
         with_experts: bool = False,
         images: Sequence[tuple[ImageSpan, ...]] = (),
+        adapter: str | None = None,
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
         asked = list(sequences)
-        return await self._server.score(asked, top_k=top_k, with_experts=with_experts, images=list(images))
+        return await self._server.score(
+            asked, top_k=top_k, with_experts=with_experts, images=list(images), adapter=adapter
+        )
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """See `RolloutEngine.update_weights`. Sends the file's content if the engine cannot read the file."""
         return await self._server.update_weights(update, await self._unseen_content(update))
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `RolloutEngine.drop_adapter`."""
+        await self._server.drop_adapter(name)
 
     async def gpu_use(self) -> list[GpuUse]:
         """Return the use of each of the engine's GPUs since the last call; empty on CPUs."""
@@ -308,10 +316,15 @@ class EngineServer:
         top_k: int,
         with_experts: bool,
         images: Sequence[tuple[ImageSpan, ...]],
+        adapter: str | None,
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
-        more: dict[str, Any] = {"images": images} if images else {}  # an engine may not know them
+        more = only_given(images=images, adapter=adapter)
         return await _or_end(self._engine.score(sequences, top_k=top_k, with_experts=with_experts, **more))
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `RolloutEngine.drop_adapter`."""
+        await _or_end(self._engine.drop_adapter(name))
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""

@@ -8,6 +8,9 @@ from rl_core.data import ExpertArray, FinishReason, FloatArray, ImageSpan, IntAr
 from rl_core.record_fields import Axes, record, settings_record
 from rl_core.weights import TokenScores, WeightReceipt, WeightUpdate
 
+BASE = "base"
+"""Name with which requests choose the weights without an adapter."""
+
 
 @settings_record
 class Structure:
@@ -71,8 +74,9 @@ class GenerateRequest:
         request_id: Id for `abort`. Several requests may share one, such as all turns of a session.
         on_tokens: Called on the event loop with new tokens while `generate` is awaited; see
             `rl_rollout.engines.stream`. It must return at once. An exception fails only this request.
-        adapter: Adapter to use. None selects the last published one. "base" selects the weights without an adapter, at
-            the version of the last full update, on engines started with adapter support.
+        adapter: Adapter to use, by the name of its update. None selects the one published without a name, or all
+            weights if they were published later. "base" selects the weights without an adapter, at the version of the
+            last full update, on engines started with adapter support.
         images: Images among input_ids, in their order. The engine reads them from its store, by digest.
     """
 
@@ -81,7 +85,7 @@ class GenerateRequest:
     num_samples: int = 1
     request_id: str | None = None
     on_tokens: "Callable[[NewTokens], None] | None" = None
-    adapter: Literal["base"] | None = None
+    adapter: str | None = None
     images: tuple[ImageSpan, ...] = ()
 
     @property
@@ -155,6 +159,7 @@ class EngineTraits:
         can_match_text: Whether it supports `SamplingParams.stop`, which needs the model's tokenizer.
         structures: Supported kinds of `Structure`, by field name.
         max_lora_rank: Maximum rank of an adapter; 0 supports none.
+        max_adapters: Maximum number of adapters served at once, if there may be any.
         max_images: Maximum number of images in a sequence; 0 supports none.
     """
 
@@ -166,6 +171,7 @@ class EngineTraits:
     can_match_text: bool = False
     structures: tuple[str, ...] = ()
     max_lora_rank: int = 0
+    max_adapters: int = 1
     max_images: int = 0
 
 
@@ -196,6 +202,7 @@ class RolloutEngine(Protocol):
         top_k: int = 0,
         with_experts: bool = False,
         images: Sequence[tuple[ImageSpan, ...]] = (),
+        adapter: str | None = None,
     ) -> list[TokenScores]:
         """Return the logprobs of each sequence's tokens at temperature 1.
 
@@ -204,16 +211,24 @@ class RolloutEngine(Protocol):
             top_k: Number of most likely tokens to add at each position.
             with_experts: Add the experts of the same pass, if the model is a mixture and the engine reports them.
             images: Images of each sequence; empty if none has any.
+            adapter: See `GenerateRequest.adapter`.
 
         Raises:
-            EngineError: top_k is negative, above the vocabulary, or above `EngineTraits.max_top_k`; or an image cannot
-                be used.
+            EngineError: top_k is negative, above the vocabulary, or above `EngineTraits.max_top_k`; the adapter is not
+                served; or an image cannot be used.
         """
 
     async def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Replace all weights between two decoding steps, and drop caches computed with the old weights.
+        """Replace all weights, or one adapter, between two decoding steps, and drop caches computed with the old ones.
 
-        Running requests continue under the new weights.
+        Running requests of what was replaced continue under the new weights. All weights replace every adapter too.
+        """
+
+    async def drop_adapter(self, name: str) -> None:
+        """Free an adapter's slot. Its running requests fail.
+
+        Raises:
+            EngineError: The engine serves no adapter of this name.
         """
 
     async def abort(self, request_ids: Collection[str] | None) -> None:

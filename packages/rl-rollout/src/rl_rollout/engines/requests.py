@@ -1,6 +1,8 @@
 """Checks whether an engine can serve a request, in the same way for every engine."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +38,7 @@ def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
         _check_sampling(sampling, traits)
     _check_token_ids(request.input_ids, traits, what="input_ids")
     _check_images(request.images, traits)
-    if request.adapter is not None:
-        _check_adapter(request.adapter, traits)
+    check_chosen_adapter(request.adapter, traits)
     longest = max(sampling.max_tokens for sampling in samplings)
     if len(request.input_ids) + longest > traits.max_model_len:
         raise EngineError(
@@ -48,14 +49,19 @@ def check_request(request: GenerateRequest, traits: EngineTraits) -> None:
 
 
 def check_scoring(
-    sequences: Sequence[IntArray], top_k: int, traits: EngineTraits, images: Sequence[tuple[ImageSpan, ...]] = ()
+    sequences: Sequence[IntArray],
+    top_k: int,
+    traits: EngineTraits,
+    images: Sequence[tuple[ImageSpan, ...]] = (),
+    adapter: str | None = None,
 ) -> None:
     """Refuse sequences that cannot be scored, or an invalid number of top tokens.
 
     Raises:
         EngineError: A sequence is empty, too long, or has token ids outside the vocabulary; top_k is invalid; or there
-            are images that the engine does not accept.
+            are images or an adapter that the engine does not accept.
     """
+    check_chosen_adapter(adapter, traits)
     if images and len(images) != len(sequences):
         raise EngineError(
             f"images must be those of each sequence, or none; found {len(images)} for {len(sequences)} sequences."
@@ -90,6 +96,11 @@ def aborted_generations(request: GenerateRequest) -> list[Generation]:
     return [aborted] * request.num_samples
 
 
+def only_given(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments of `score` that are not empty, because an engine may not know the others."""
+    return {name: value for name, value in arguments.items() if value}
+
+
 def _check_token_ids(token_ids: IntArray, traits: EngineTraits, *, what: str) -> None:
     """Check that token ids are a [T] array of ids in the vocabulary, T >= 1."""
     if token_ids.ndim != 1 or not len(token_ids) or token_ids.dtype.kind not in "iu":
@@ -118,15 +129,25 @@ def _check_images(images: Sequence[ImageSpan], traits: EngineTraits) -> None:
     )
 
 
-def _check_adapter(adapter: str, traits: EngineTraits) -> None:
-    """Refuse adapters on an engine without adapter support, whose weights may contain one that it cannot omit."""
-    if adapter != "base":
-        raise EngineError(f'adapter must be None (the last published weights) or "base"; found {adapter!r}.')
-    if not traits.max_lora_rank:
+def check_chosen_adapter(adapter: str | None, traits: EngineTraits) -> None:
+    """Refuse to choose an adapter in an engine without adapter support, whose weights may contain one.
+
+    Raises:
+        EngineError: The engine has no adapter support.
+    """
+    if adapter is not None and not traits.max_lora_rank:
         raise EngineError(
-            f'adapter = "base" needs an engine that keeps the adapter separate from its weights, which {traits.name} '
-            "does not. Start it with max_lora_rank, or leave out adapter."
+            f"adapter = {json.dumps(adapter)} needs an engine that keeps the adapter separate from its weights, which "
+            f"{traits.name} does not. Start it with max_lora_rank, or leave out adapter."
         )
+
+
+def missing_adapter(name: str, served: Collection[str]) -> EngineError:
+    """Return the error of a request for an adapter that the engine does not serve."""
+    return EngineError(
+        f"the engine serves no adapter {name!r}, only {', '.join(map(repr, sorted(served))) or 'the base'}. Publish it "
+        "first."
+    )
 
 
 def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:

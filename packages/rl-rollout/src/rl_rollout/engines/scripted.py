@@ -11,7 +11,7 @@ from rl_core.data import FloatArray, ImageSpan, IntArray
 from rl_core.errors import EngineError, NotReadyError
 from rl_core.weights import InProcess, TokenScores, WeightReceipt, WeightUpdate, tensor_checksum
 from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generation
-from rl_rollout.engines.requests import check_request, check_scoring
+from rl_rollout.engines.requests import check_request, check_scoring, missing_adapter
 from rl_rollout.engines.response_text import Decode, ResponseText
 from rl_rollout.engines.stepper import Sample, SleepState
 
@@ -99,9 +99,10 @@ class ScriptedEngine:
         top_k: int = 0,
         with_experts: bool = False,  # noqa: ARG002 - the protocol's argument
         images: Sequence[tuple[ImageSpan, ...]] = (),
+        adapter: str | None = None,
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`. Other tokens share the rest of the mass evenly. It reports no experts."""
-        check_scoring(sequences, top_k, self.traits, images)
+        check_scoring(sequences, top_k, self.traits, images, adapter)
         self._sleep_state.check()
         return [_spread(sequence, self._score(sequence), top_k, self._traits.vocab_size) for sequence in sequences]
 
@@ -114,6 +115,10 @@ class ScriptedEngine:
         self.updates.append(update)
         self._version = update.version
         return receipt
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `RolloutEngine.drop_adapter`. It serves none."""
+        raise missing_adapter(name, ())
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`. A waiting script is cancelled."""

@@ -141,15 +141,17 @@ class SteppedEngine:
         top_k: int = 0,
         with_experts: bool = False,
         images: Sequence[tuple[ImageSpan, ...]] = (),
+        adapter: str | None = None,
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`."""
-        check_scoring(sequences, top_k, self._able().traits, images)
+        check_scoring(sequences, top_k, self._able().traits, images, adapter)
         samples = [
             Sample(
                 input_ids=sequence.tolist(),
                 sampling=None,
                 top_k=top_k,
                 with_experts=with_experts,
+                adapter=adapter,
                 images=self._placed(sequence, spans)[0],
             )
             for sequence, spans in zip(sequences, images or repeat(()), strict=bool(images))
@@ -173,6 +175,10 @@ class SteppedEngine:
         except Exception as error:
             self._fail(error)
             raise EngineDiedError(f"version {update.version} could not be loaded: {error}") from error
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `RolloutEngine.drop_adapter`."""
+        await self._call(self._working().drop_adapter, name)
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""

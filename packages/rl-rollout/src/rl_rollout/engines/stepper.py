@@ -43,7 +43,7 @@ class Sample:
     sampling: SamplingParams | None
     seed: int | None = None
     request_id: str | None = None
-    adapter: Literal["base"] | None = None
+    adapter: str | None = None
     top_k: int = 0
     with_experts: bool = False
     images: tuple[PlacedImage, ...] = ()
@@ -83,6 +83,10 @@ class Sample:
             policy_versions=versions,
             ended=self.generation() if has_ended else None,
         )
+
+    def fail(self, reason: str) -> None:
+        """End it without a valid result."""
+        self.failure, self.finish_reason = reason, "abort"
 
     def generation(self) -> Generation:
         """Return the finished sample as a `Generation`."""
@@ -132,6 +136,13 @@ class Stepper(Protocol):
 
         Raises:
             EngineError: The update is refused and nothing changed. Any other error is a failure.
+        """
+
+    def drop_adapter(self, name: str) -> None:
+        """Free an adapter's slot. The next step ends its samples with a failure.
+
+        Raises:
+            EngineError: There is no adapter of this name.
         """
 
     def prepare(self, structure: Structure) -> None:

@@ -49,10 +49,10 @@ class TransformersEngine(SteppedEngine):
         if not self._options.max_lora_rank:
             return TransformersStepper(self._model_dir, self._options)
         try:
-            from rl_rollout.engines.transformers_adapter import ModelAdapter
+            from rl_rollout.engines.transformers_adapters import ModelAdapters
         except ImportError as error:
             raise MissingExtraError(
                 f"max_lora_rank = {self._options.max_lora_rank} needs peft: {error}. Install rl-rollout[peft], or "
                 "set it to 0."
             ) from error
-        return TransformersStepper(self._model_dir, self._options, adapter=ModelAdapter)
+        return TransformersStepper(self._model_dir, self._options, adapters=ModelAdapters)

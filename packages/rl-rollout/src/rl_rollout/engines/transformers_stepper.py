@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,12 +24,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rl_core.errors import EngineError
-from rl_core.weights import PassingChecksums, TokenScores, WeightReceipt, WeightUpdate, folder_views, probe_tensor
+from rl_core.weights import (
+    POLICY_ADAPTER,
+    PassingChecksums,
+    TokenScores,
+    WeightReceipt,
+    WeightUpdate,
+    folder_views,
+    probe_tensor,
+)
 from rl_core.weights.broadcast import SourceGroups, WeightSources
 from rl_rollout.engines.images import MAX_IMAGES
 from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer, max_positions
 from rl_rollout.engines.options import TransformersOptions
-from rl_rollout.engines.protocol import EngineTraits, SamplingParams, Structure
+from rl_rollout.engines.protocol import BASE, EngineTraits, SamplingParams, Structure
+from rl_rollout.engines.requests import missing_adapter
 from rl_rollout.engines.stepper import Sample
 from rl_rollout.engines.transformers_images import image_inputs, next_positions, with_embeddings
 from rl_rollout.engines.weight_checks import (
@@ -45,7 +54,7 @@ from rl_rollout.engines.weight_checks import (
 )
 
 if TYPE_CHECKING:
-    from rl_rollout.engines.transformers_adapter import ModelAdapter
+    from rl_rollout.engines.transformers_adapters import ModelAdapters
 
 
 log = structlog.get_logger(__name__)
@@ -59,14 +68,14 @@ class TransformersStepper:
         model_dir: Path,
         options: TransformersOptions,
         *,
-        adapter: "Callable[[PreTrainedModel, tuple[str, ...]], ModelAdapter] | None" = None,
+        adapters: "Callable[[PreTrainedModel, tuple[str, ...]], ModelAdapters] | None" = None,
     ) -> None:
         """Load the model. No code in the folder runs.
 
         Args:
             model_dir: The model's folder.
             options: The engine's options.
-            adapter: Creates the adapter's slot. None disables adapters.
+            adapters: Makes a model ready for adapters. None disables them.
 
         Raises:
             EngineError: transformers cannot load it.
@@ -100,10 +109,11 @@ class TransformersStepper:
         self._waiting: list[Sample] = []
         self._batches: list[_Batch] = []
         self._dropped: list[tuple[torch.nn.Parameter, torch.Size]] = []
-        self._adapter = None if adapter is None else adapter(self._model, options.lora_target_modules)
+        self._adapters = None if adapters is None else adapters(self._model, options.lora_target_modules)
         self._groups = SourceGroups(rank=1, num_workers=1, device=self._device)
         self._sources = WeightSources(lambda plan: [self._groups.ask(plan)])
-        self._served = self._served_base = _Served(0)
+        self._served_base = _Served(0)
+        self._served: dict[str, _Served] = {}
         vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         self._traits = EngineTraits(
             name=f"transformers {transformers_version} ({self._device}, {options.dtype})",
@@ -113,6 +123,7 @@ class TransformersStepper:
             can_sleep=self._device.type == "cuda",
             can_match_text=has_tokenizer(model_dir),
             max_lora_rank=options.max_lora_rank,
+            max_adapters=options.max_adapters,
             max_images=MAX_IMAGES if has_images and options.image_folder is not None else 0,
         )
         probes = folder_probes(model_dir, tensor_shapes(model_dir))
@@ -140,8 +151,8 @@ class TransformersStepper:
     @torch.inference_mode()
     def step(self) -> list[Sample]:
         """See `Stepper.step`."""
+        finished = self._end_unserved()
         self._form_batches()
-        finished: list[Sample] = []
         for batch in self._batches:
             finished.extend(self._advance(batch))
         self._batches = [batch for batch in self._batches if batch.samples]
@@ -168,15 +179,29 @@ class TransformersStepper:
                 for name, tensor in sums.passing(self._arriving(update, tensors)):
                     live[name].copy_(tensor)
             else:
-                check_adapter(update, tensors, shapes, self._traits)
+                check_adapter(update, tensors, shapes, self._traits, self._served)
                 adapter = dict(sums.passing(self._arriving(update, tensors)))
-            if self._adapter is not None:
-                self._adapter.replace(adapter)
-            self._served = _Served(update.version)
-            if update.adapter is None:
-                self._served_base = self._served
+            self._serve(update, adapter)
             self._forget_old()
-            return self._receipt(sums, adapter)
+            return self._receipt(update, sums, adapter)
+
+    def _serve(self, update: WeightUpdate, adapter: Mapping[str, torch.Tensor]) -> None:
+        """Serve an update's adapter, or no adapter after an update of all weights."""
+        if update.adapter is None:
+            self._served_base, self._served = _Served(update.version), {}
+            if self._adapters is not None:
+                self._adapters.keep(())
+        elif self._adapters is not None:
+            self._adapters.replace(update.adapter.name, adapter)
+            self._served[update.adapter.name] = _Served(update.version)
+
+    def drop_adapter(self, name: str) -> None:
+        """See `Stepper.drop_adapter`."""
+        if name not in self._served or self._adapters is None:
+            raise missing_adapter(name, self._served)
+        del self._served[name]
+        self._adapters.keep(self._served)
+        self._forget_old()
 
     def _arriving(
         self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]
@@ -215,7 +240,27 @@ class TransformersStepper:
         return folder_views(self._model, base_tensors(self._model.state_dict()))
 
     def _served_to(self, adapter: str | None) -> "_Served":
-        return self._served if adapter is None else self._served_base
+        return self._served.get(adapter or POLICY_ADAPTER, self._served_base)
+
+    def _end_unserved(self) -> list[Sample]:
+        """End samples whose adapter is not served."""
+        samples = [*self._waiting, *(sample for batch in self._batches for sample in batch.samples)]
+        served = {None, BASE, *self._served}
+        ended = [sample for sample in samples if sample.adapter not in served]
+        for sample in ended:
+            sample.fail(str(missing_adapter(str(sample.adapter), self._served)))
+        if ended:
+            self.remove(ended)
+        return ended
+
+    def _with_adapter(self, name: str | None) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with this adapter; see `GenerateRequest.adapter`."""
+        if self._adapters is None or not self._served:
+            return nullcontext()
+        if (name or POLICY_ADAPTER) not in self._served:
+            return self._adapters.left_out()
+        self._adapters.activate(name or POLICY_ADAPTER)
+        return nullcontext()
 
     def _forget_old(self) -> None:
         """Drop caches computed with replaced weights."""
@@ -225,17 +270,20 @@ class TransformersStepper:
                 for sample in batch.samples:
                     sample.num_preempted += 1
 
-    def _receipt(self, sums: PassingChecksums, adapted: Mapping[str, torch.Tensor]) -> WeightReceipt:
+    def _receipt(
+        self, update: WeightUpdate, sums: PassingChecksums, adapted: Mapping[str, torch.Tensor]
+    ) -> WeightReceipt:
         arrived, live = sums.with_probes(self._base())
         problems = [
             f"{len(batch.samples)} samples continue with the cache of version {batch.served.version}."
             for batch in self._batches
             if batch.cache is not None and batch.served is not self._served_to(batch.adapter)
         ]
-        if self._adapter is not None:
-            live |= self._adapter.live(adapted)
-            problems += self._adapter.problems(adapted)
-        return WeightReceipt(version=self._served.version, arrived=arrived, live=live, problems=tuple(problems))
+        if self._adapters is not None:
+            problems += self._adapters.problems()
+            if update.adapter is not None:
+                live |= self._adapters.live(update.adapter.name, adapted)
+        return WeightReceipt(version=update.version, arrived=arrived, live=live, problems=tuple(problems))
 
     def _form_batches(self) -> None:
         room = self._options.max_num_seqs - sum(len(batch.samples) for batch in self._batches)
@@ -248,7 +296,7 @@ class TransformersStepper:
         self._batches.extend(_Batch(samples, self._way) for samples in alike.values())
 
     def _advance(self, batch: "_Batch") -> list[Sample]:
-        with nullcontext() if self._adapter is None or batch.adapter is None else self._adapter.left_out():
+        with self._with_adapter(batch.adapter):
             logits = batch.forward(self._model, self._served_to(batch.adapter))
         if batch.is_scoring:
             return batch.finish_scoring(logits)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
@@ -31,7 +31,7 @@ from rl_core.weights import (
     probe_tensor,
     write_safetensors,
 )
-from rl_rollout.engines.protocol import EngineTraits
+from rl_rollout.engines.protocol import BASE, EngineTraits
 
 log = structlog.get_logger(__name__)
 
@@ -203,7 +203,11 @@ def check_update(update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expe
 
 
 def check_adapter(
-    update: WeightUpdate, tensors: Mapping[str, torch.Tensor], expected: Shapes, traits: EngineTraits
+    update: WeightUpdate,
+    tensors: Mapping[str, torch.Tensor],
+    expected: Shapes,
+    traits: EngineTraits,
+    served: Collection[str],
 ) -> None:
     """Refuse an adapter that is incomplete or does not fit its base, before anything changes.
 
@@ -212,10 +216,11 @@ def check_adapter(
         tensors: The tensors that arrived; each has a `shape`.
         expected: The model's tensors. The adapter's base may omit tied names.
         traits: The engine's traits.
+        served: Names of the adapters that the engine serves.
 
     Raises:
-        EngineError: The engine has no adapter support; an A or B is missing, matches no matrix of the model, or has
-            another shape; or its base has other tensors than the model.
+        EngineError: The engine has no adapter support, or no room for another one; an A or B is missing, matches no
+            matrix of the model, or has another shape; or its base has other tensors than the model.
     """
     adapter = update.adapter
     if adapter is None or not 1 <= adapter.rank <= traits.max_lora_rank:
@@ -223,6 +228,14 @@ def check_adapter(
             f"{traits.name} accepts adapters of rank 1 to its max_lora_rank = {traits.max_lora_rank}; found rank "
             f"{adapter and adapter.rank}. Start it with a larger max_lora_rank, or publish all weights with the "
             'adapter merged ([lora] serving = "merged").'
+        )
+    if not adapter.name or adapter.name == BASE:
+        raise EngineError(f"an adapter's name must be neither empty nor {BASE!r}; found {adapter.name!r}.")
+    if adapter.name not in served and len(served) >= traits.max_adapters:
+        raise EngineError(
+            f"{traits.name} has no slot for the adapter {adapter.name!r}: it serves max_adapters = "
+            f"{traits.max_adapters}, {', '.join(map(repr, sorted(served)))}. Drop one, or start it with a larger "
+            "max_adapters."
         )
     matrices = {}
     of_layers = {place_in_layers(name): shape for name, shape in expected.items()}

@@ -27,7 +27,7 @@ from rl_rollout.engines.protocol import EngineTraits, GenerateRequest, Generatio
 from rl_rollout.engines.replicas.replica import EngineLoad, Published, Replica
 from rl_rollout.engines.replicas.replica_set import MAX_DEATHS, ReplicaSet, or_first_error
 from rl_rollout.engines.replicas.weights import joined_report
-from rl_rollout.engines.requests import aborted_generations, check_scoring
+from rl_rollout.engines.requests import aborted_generations, check_scoring, missing_adapter, only_given
 from rl_rollout.engines.waiting import RoutedRequest, Turn
 
 log = structlog.get_logger(__name__)
@@ -75,6 +75,7 @@ class ReplicatedEngine:
             can_sleep=all(one.can_sleep for one in traits),
             max_top_k=min(one.max_top_k for one in traits),
             max_lora_rank=min(one.max_lora_rank for one in traits),
+            max_adapters=min(one.max_adapters for one in traits),
         )
 
     @property
@@ -195,9 +196,10 @@ class ReplicatedEngine:
         top_k: int = 0,
         with_experts: bool = False,
         images: Sequence[tuple[ImageSpan, ...]] = (),
+        adapter: str | None = None,
     ) -> list[TokenScores]:
         """See `RolloutEngine.score`. Spreads the sequences over the replicas by load alone."""
-        check_scoring(sequences, top_k, self.traits, images)
+        check_scoring(sequences, top_k, self.traits, images, adapter)
 
         async def score_one(sequence: IntArray, more: Mapping[str, Any]) -> TokenScores:
             scores = await self._replicas.ask_one(
@@ -209,7 +211,8 @@ class ReplicatedEngine:
                 raise EngineError("the request was aborted before an engine started it.")
             return scores[0]
 
-        of_each = [{"images": [spans]} if spans else {} for spans in images] or [{}] * len(sequences)
+        spans_of_each = images or [()] * len(sequences)
+        of_each = [only_given(images=[spans] if spans else (), adapter=adapter) for spans in spans_of_each]
         return list(await asyncio.gather(*map(score_one, sequences, of_each)))
 
     async def publish(
@@ -256,11 +259,23 @@ class ReplicatedEngine:
         published = Published(update=update)
         await self._publish(published)
         receipts = [
-            one.receipt for one in self._replicas.members if one.served is published and one.receipt is not None
+            one.receipt for one in self._replicas.members if published in (one.served or ()) and one.receipt is not None
         ]
         if not receipts:
             raise self._replicas.nobody_left()
         return receipts[0]
+
+    async def drop_adapter(self, name: str) -> None:
+        """See `RolloutEngine.drop_adapter`. Replicas that start later do not get it."""
+        async with self._publishing:
+            if name not in self._weights.adapters:
+                raise missing_adapter(name, self._weights.adapters)
+            holders = [one for one in self._replicas.members if one.withdraw(name)]
+            self._weights.withdraw(name)
+            running = set(self._replicas.running).intersection(holders)
+            or_first_error(
+                await asyncio.gather(*(one.engine.drop_adapter(name) for one in running), return_exceptions=True)
+            )
 
     async def abort(self, request_ids: Collection[str] | None) -> None:
         """See `RolloutEngine.abort`."""
@@ -293,12 +308,13 @@ class ReplicatedEngine:
 
     def _check_equal(self, traits: EngineTraits) -> None:
         present = self.traits
-        limits = [(one.max_model_len, one.max_lora_rank) for one in (present, traits)]
+        limits = [(one.max_model_len, one.max_lora_rank, one.max_adapters) for one in (present, traits)]
         if traits.vocab_size != present.vocab_size or any(has < wanted for wanted, has in zip(*limits, strict=True)):
             raise EngineError(
                 f"a replica must be equal to the others: a vocabulary of {present.vocab_size} tokens, max_model_len "
-                f"of at least {present.max_model_len} and max_lora_rank of at least {present.max_lora_rank}; found "
-                f"{traits.vocab_size}, {traits.max_model_len} and {traits.max_lora_rank} in {traits.name}."
+                f"of at least {present.max_model_len}, max_lora_rank of at least {present.max_lora_rank} and "
+                f"max_adapters of at least {present.max_adapters}; found {traits.vocab_size}, {traits.max_model_len}, "
+                f"{traits.max_lora_rank} and {traits.max_adapters} in {traits.name}."
             )
 
     def _check_dispensable(self, replica: Replica) -> None:

@@ -7,9 +7,12 @@ from typing import Literal
 
 from rl_core.errors import EngineDiedError
 from rl_core.weights import BFLOAT16_TOLERANCES, Canary, ProofTolerances, PublishReport, WeightReceipt, WeightUpdate
-from rl_rollout.engines.process import ProcessEngine
+from rl_rollout.engines.process import EngineClient, ProcessEngine
 from rl_rollout.engines.protocol import RolloutEngine
 from rl_rollout.engines.waiting import Changes, RoutedRequest, Turn
+
+Receiver = RolloutEngine | EngineClient
+"""What takes a replica's weights: its engine, or the methods of one whose process has just restarted."""
 
 EngineState = Literal["starting", "serving", "restarting", "draining", "dead"]
 """State of an engine; a draining one finishes its requests and accepts no more."""
@@ -45,10 +48,10 @@ class EngineLoad:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Published:
-    """The weights that every replica must serve.
+    """An update that every replica must serve.
 
     Attributes:
-        update: None for the weights that engines load themselves.
+        update: All weights, or an adapter.
         canary: Sequences for the proof. None relies on the receipt. If only the learner can compare the first replicas'
             logprobs (`prove_canary`), those of a proven replica replace it, for replicas that start later.
         tolerances: Tolerances of the proof.
@@ -56,14 +59,26 @@ class Published:
             with the new weights.
     """
 
-    update: WeightUpdate | None = None
+    update: WeightUpdate
     canary: Canary | None = None
     tolerances: ProofTolerances = BFLOAT16_TOLERANCES
     drain_deadline_s: float | None = None
 
+    @property
+    def adapter(self) -> str | None:
+        """Name of its adapter; None for all weights."""
+        return None if self.update.adapter is None else self.update.adapter.name
 
-FROM_DISK = Published()
+
+Weights = tuple[Published, ...]
+"""The updates in force, in their order: all weights, or adapters of different names."""
+FROM_DISK: Weights = ()
 """The weights that an engine serves before its first update."""
+
+
+def without(weights: Weights, adapter: str | None) -> Weights:
+    """Return weights without an adapter, or without all weights."""
+    return tuple(one for one in weights if one.adapter != adapter)
 
 
 class Replica:
@@ -73,6 +88,7 @@ class Replica:
         index: Its index. Indices of removed replicas are not reused.
         engine: The engine.
         served: The weights it serves. None if unknown.
+        proven: Those of the updates in force that it serves for certain, also if `served` is unknown.
         receipt: Its receipt of the last update.
         report: Report of the proof of these weights; None for those it loaded itself.
         updating: Lock for sending it weights.
@@ -102,7 +118,8 @@ class Replica:
         """
         self.index = index
         self.engine = engine
-        self.served: Published | None = FROM_DISK
+        self.served: Weights | None = FROM_DISK
+        self.proven: Weights = FROM_DISK
         self.receipt: WeightReceipt | None = None
         self.report: PublishReport | None = None
         self.updating = Turn()
@@ -212,8 +229,16 @@ class Replica:
         if incarnation != self.incarnation:
             return False
         self.failure = error
-        self.served = FROM_DISK
+        self.served = self.proven = FROM_DISK
         return True
+
+    def withdraw(self, adapter: str) -> bool:
+        """Record that it must not serve an adapter; return whether it did."""
+        had_it = any(one.adapter == adapter for one in self.proven)
+        self.proven = without(self.proven, adapter)
+        if self.served is not None:
+            self.served = without(self.served, adapter)
+        return had_it
 
     def begin(self) -> None:
         """Record that it has started. It is busy or idle from now on."""
@@ -224,4 +249,4 @@ class Replica:
         """Record that it restarted. It gets weights before any request."""
         self.incarnation += 1
         self.failure = None
-        self.served = FROM_DISK
+        self.served = self.proven = FROM_DISK

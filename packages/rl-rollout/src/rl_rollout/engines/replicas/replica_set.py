@@ -210,14 +210,13 @@ class ReplicaSet:
         if not any(replica.is_staying or replica.is_joining for replica in self.members):
             return self.coming_back
         restarting = (replica for replica in self.members if replica.is_coming_back)
-        return [replica for replica in restarting if replica.served is self.weights.published]
+        return [replica for replica in restarting if replica.served == self.weights.published]
 
     def _may_begin(self, replica: Replica) -> bool:
         """Return False if it must wait for weights or draining requests, or would start under replaced weights."""
         if replica.index in self.weights.waiting:
             return False
-        published = self.weights.published
-        if published.drain_deadline_s is None or replica.served is published:
+        if self.weights.drain_deadline_s is None or replica.served == self.weights.published:
             return True
         return not replica.num_running and not replica.updating.is_taken
 

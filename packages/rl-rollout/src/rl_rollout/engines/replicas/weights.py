@@ -12,10 +12,9 @@ import structlog
 from rl_core.errors import DeadlineError, EngineDiedError, EngineError, WeightProofError, WeightsGoneError
 from rl_core.weights import (
     PublishReport,
-    WeightReceiver,
     prove,
 )
-from rl_rollout.engines.replicas.replica import FROM_DISK, Published, Replica
+from rl_rollout.engines.replicas.replica import FROM_DISK, Published, Receiver, Replica, Weights, without
 from rl_rollout.engines.waiting import Changes
 
 GONE = (WeightProofError, WeightsGoneError)
@@ -33,7 +32,7 @@ class ReplicaWeights:
     """Sends replicas the published weights.
 
     Attributes:
-        published: The weights that every replica must serve now.
+        published: The weights that every replica must serve now: the last update, and adapters of other names.
         waiting: Replicas that need another publication because they could not get these weights, with the reason.
     """
 
@@ -45,26 +44,41 @@ class ReplicaWeights:
             replicas: All replicas; errors name the one that failed if there are several.
         """
         self._replicas = replicas
-        self.published = FROM_DISK
+        self.published: Weights = FROM_DISK
         self.waiting: dict[int, Exception] = {}
         self._num_waiting: Counter[int] = Counter()
         self._changes = changes
 
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the published adapters."""
+        return [one.adapter for one in self.published if one.adapter is not None]
+
+    @property
+    def drain_deadline_s(self) -> float | None:
+        """Maximum seconds for a replica to finish its requests before the last update; None continues them."""
+        return self.published[-1].drain_deadline_s if self.published else None
+
+    def withdraw(self, adapter: str) -> None:
+        """Publish the same weights without an adapter."""
+        self._set(without(self.published, adapter))
+
     @contextmanager
     def publishing(self, published: Published) -> Iterator[None]:
-        """Publish these weights within the context.
+        """Publish these weights within the context; all weights replace every adapter.
 
         If an engine refuses them or fails the proof, they are not published.
         """
         before = self.published
-        self._set(published)
+        kept = () if published.adapter is None else without(without(before, None), published.adapter)
+        self._set((*kept, published))
         try:
             yield
         except BaseException:
             self._set(before)
             raise
 
-    def _set(self, published: Published) -> None:
+    def _set(self, published: Weights) -> None:
         self.published = published
         self.waiting.clear()
         self._changes.announce()
@@ -82,7 +96,7 @@ class ReplicaWeights:
             await asyncio.sleep(TICK_S)
 
     async def deliver(
-        self, replica: Replica, started: WeightReceiver | None = None, *, waits: bool = True
+        self, replica: Replica, started: Receiver | None = None, *, waits: bool = True
     ) -> PublishReport | None:
         """Send a replica the published weights and prove them, if it serves others.
 
@@ -104,7 +118,7 @@ class ReplicaWeights:
         """
         while not replica.is_gone:
             published = self.published
-            if replica.served is published and (started is not None or not replica.is_coming_back):
+            if replica.served == published and (started is not None or not replica.is_coming_back):
                 break
             try:
                 if started is None:
@@ -113,7 +127,7 @@ class ReplicaWeights:
                 else:
                     await self._send(replica, started)
             except GONE as error:
-                if not waits or published.update is None:
+                if not waits or not published:
                     raise
                 await self._wait_for_news(replica, published, error)
         return replica.report
@@ -124,10 +138,10 @@ class ReplicaWeights:
         """Update a serving replica, after its requests if these must end first."""
         async with replica.updating:
             try:
-                while replica.served is not self.published and not replica.is_gone:
+                while replica.served != self.published and not replica.is_gone:
                     published, began_at = self.published, time.perf_counter()
                     await self._drain(replica, published)
-                    if self.published is not published:
+                    if self.published != published:
                         continue
                     drained_at = time.perf_counter()
                     await self._send(replica, replica.engine)
@@ -139,15 +153,15 @@ class ReplicaWeights:
                 replica.is_draining = False
                 self._changes.announce()
 
-    async def _drain(self, replica: Replica, published: Published) -> None:
+    async def _drain(self, replica: Replica, published: Weights) -> None:
         """Wait until a replica has finished its requests, or other weights are published; it gets no new ones."""
-        deadline_s = published.drain_deadline_s
+        deadline_s = self.drain_deadline_s
         replica.is_draining = deadline_s is not None
         if deadline_s is None:
             return
         try:
             async with asyncio.timeout(deadline_s):
-                while replica.num_running and self.published is published:
+                while replica.num_running and self.published == published:
                     await self._changes.next()
         except TimeoutError:
             raise DeadlineError(
@@ -156,21 +170,30 @@ class ReplicaWeights:
                 "without drain."
             ) from None
 
-    async def _send(self, replica: Replica, receiver: WeightReceiver) -> None:
-        """Send a replica the update, and prove that it serves it; what it serves is unknown until then."""
-        published, incarnation, began_at = self.published, replica.incarnation, time.perf_counter()
-        update = published.update
-        if update is None:
+    async def _send(self, replica: Replica, receiver: Receiver) -> None:
+        """Send a replica the updates that it lacks, and prove each; what it serves is unknown until then."""
+        published = self.published
+        if not published:
             raise WeightProofError(
                 f"replica {replica.index} serves unproven weights, and no earlier ones were published. Publish again."
             )
+        for one in published:
+            if one not in replica.proven:
+                await self._send_one(replica, receiver, one)
+        replica.served = published
+        self._changes.announce()
+
+    async def _send_one(self, replica: Replica, receiver: Receiver, published: Published) -> None:
+        update, incarnation, began_at = published.update, replica.incarnation, time.perf_counter()
         before, replica.served, replica.report = replica.served, None, None
+        proven_before = replica.proven
+        replica.proven = () if published.adapter is None else without(proven_before, published.adapter)
         try:
             replica.receipt = await receiver.update_weights(update)
         except EngineDiedError:
             raise
         except EngineError:  # refused: nothing changed
-            replica.served = before
+            replica.served, replica.proven = before, proven_before
             raise
         update_s = time.perf_counter() - began_at
         try:
@@ -183,16 +206,18 @@ class ReplicaWeights:
                 update_s=update_s,
             )
         except WeightProofError as error:
+            if published.adapter is not None and replica.proven:  # it continues to serve the others
+                await receiver.drop_adapter(published.adapter)
+                replica.served = replica.proven
             if len(self._replicas) == 1:
                 raise
             raise WeightProofError(f"replica {replica.index}: {error}", tensor=error.tensor) from None
         if replica.incarnation != incarnation:
             raise EngineDiedError(f"replica {replica.index} restarted during the weight update.")
-        replica.served, replica.report = published, report
-        self._changes.announce()
+        replica.proven, replica.report = (*replica.proven, published), report
 
-    async def _wait_for_news(self, replica: Replica, published: Published, error: Exception) -> None:
-        if self.published is not published:
+    async def _wait_for_news(self, replica: Replica, published: Weights, error: Exception) -> None:
+        if self.published != published:
             return
         if replica.index not in self.waiting:
             log.warning("engine_waits_for_weights", replica=replica.index, error=str(error))
@@ -200,7 +225,7 @@ class ReplicaWeights:
         self._num_waiting[replica.index] += 1
         try:
             async with asyncio.timeout(NEWS_DEADLINE_S):
-                while self.published is published:
+                while self.published == published:
                     await self._changes.next()
         except TimeoutError:
             raise DeadlineError(

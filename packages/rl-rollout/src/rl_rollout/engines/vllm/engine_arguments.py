@@ -9,7 +9,6 @@ from vllm.platforms import current_platform
 
 from rl_rollout.engines.model_folder import max_positions
 from rl_rollout.engines.options import VLLMOptions
-from rl_rollout.engines.vllm.adapter_slot import NUM_SLOTS
 from rl_rollout.engines.vllm.support import LORA_RANKS, target_modules
 from rl_rollout.engines.weight_checks import Shapes
 
@@ -64,10 +63,11 @@ def _prompt_sharing() -> KVTransferConfig:
 def _lora_arguments(options: VLLMOptions, shapes: Shapes) -> dict[str, Any]:
     if not options.max_lora_rank:
         return {}
+    num_slots = options.max_adapters + 1  # the last one stays empty
     return {
         "enable_lora": True,
-        "max_loras": NUM_SLOTS,
-        "max_cpu_loras": NUM_SLOTS,
+        "max_loras": num_slots,
+        "max_cpu_loras": num_slots,
         "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= options.max_lora_rank),
         "lora_target_modules": list(target_modules(options, shapes)),
     }

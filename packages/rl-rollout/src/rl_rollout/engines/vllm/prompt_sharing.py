@@ -7,6 +7,7 @@ attention, when the leader's keys and values of this step are already there. The
 token, for its logits.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 
-Shared = tuple[str | None, tuple[int, ...], tuple[str, ...]]
-"""What samples must share: the adapter with its version, the prompt, and its images."""
+Shared = tuple[tuple[str, str] | None, tuple[int, ...], tuple[str, ...]]
+"""What samples must share: the publication of the adapter, the prompt, and its images."""
 
 
 @dataclass
@@ -109,6 +110,11 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
         self._leaders.clear()
         return True
 
+    def forget(self, requests: Collection[Request]) -> None:
+        """Forget these leaders, because the weights of their adapter were replaced."""
+        ids = {request.request_id for request in requests}
+        self._leaders = {shared: one for shared, one in self._leaders.items() if one.request_id not in ids}
+
     # the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -136,6 +142,7 @@ class PromptSharing(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not typ
 
 
 def _shared(request: Request) -> Shared:
-    adapter = None if request.lora_request is None else request.lora_request.lora_name
+    lora = request.lora_request
+    adapter = None if lora is None else (lora.lora_name, lora.lora_path)
     images = tuple(feature.identifier for feature in request.mm_features)
     return adapter, tuple(request.prompt_token_ids or ()), images

@@ -38,7 +38,7 @@ from rl_rollout.engines.model_folder import end_token_ids, has_tokenizer
 from rl_rollout.engines.options import VLLMOptions
 from rl_rollout.engines.protocol import EngineTraits, Structure
 from rl_rollout.engines.stepper import Sample
-from rl_rollout.engines.vllm.adapters import PublishedAdapter
+from rl_rollout.engines.vllm.adapters import PublishedAdapters
 from rl_rollout.engines.vllm.engine_arguments import engine_arguments
 from rl_rollout.engines.vllm.environment import kept_process_group, unchanged_process
 from rl_rollout.engines.vllm.expert_capture import WITH_EXPERTS, ExpertRows
@@ -114,7 +114,8 @@ class VLLMStepper:
             self._core.collective_rpc("score_in_pieces")
             if self._is_cpu:
                 self._core.collective_rpc("draw_by_seed_and_position")
-            self._adapter = PublishedAdapter(self._core, self._shapes, can_serve=options.max_lora_rank > 0)
+            max_adapters = options.max_adapters if options.max_lora_rank else 0
+            self._adapters = PublishedAdapters(self._core, self._shapes, max_adapters=max_adapters)
             self._experts = self._capture_experts(options)
         except Exception:
             self.close()
@@ -130,6 +131,7 @@ class VLLMStepper:
             can_match_text=has_tokenizer(model_dir),
             structures=STRUCTURES if has_tokenizer(model_dir) else (),
             max_lora_rank=options.max_lora_rank,
+            max_adapters=options.max_adapters,
             max_images=0 if self._images is None else MAX_IMAGES,
         )
         self._structures = StructuredOutputs(model_dir, self._traits.vocab_size, self._end_token_ids)
@@ -174,39 +176,50 @@ class VLLMStepper:
         if update.adapter is None:
             check_update(update, tensors, self._shapes)
         else:
-            check_adapter(update, tensors, self._shapes, self._traits)
-            self._adapter.check_modules(tensors)
-        ranks = self._replace_weights(update)
-        self.reset_prefix_cache()
-        self._version = update.version
+            check_adapter(update, tensors, self._shapes, self._traits, self._adapters.names)
+            self._adapters.check_modules(tensors)
+        adapter_id = self._adapters.id_of(update)
+        ranks = self._replace_weights(update, adapter_id)
         running = list(self._running.values())
-        self._adapter.replaced(update, running)
+        affected = self._adapters.affected(update, running)
+        if affected is running:
+            self.reset_prefix_cache()
+        else:
+            self._adapters.restart(affected)
+        self._version = update.version
+        self._adapters.replaced(update, affected)
         sent = {name: digest.probe for name, digest in update.served.items()}
         sent |= {name: sent[source] for name, source in update.tied.items() if source in sent}
-        live = self._probe_live_weights(sent)
+        live = self._probe_live_weights(sent, adapter_id)
         live |= {name: live[of] for name, of in update.tied.items() if name not in live and of in live}
         changed = [problem for rank in self._core.collective_rpc("changed_buffers") for problem in rank]
         return WeightReceipt(
             version=update.version,
             arrived=join_arrived(ranks, {name: digest.checksum for name, digest in update.digests.items()}),
             live=live,
-            problems=(*self._adapter.problems(running), *changed),
+            problems=(*self._adapters.problems(running, affected), *changed),
             unnamed=self._live_names.by_round_trip,
         )
 
-    def _probe_live_weights(self, sent: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    def _probe_live_weights(self, sent: Mapping[str, FloatArray], adapter_id: int | None) -> dict[str, FloatArray]:
         """Return the probe of each tensor as the ranks serve it together, by Hugging Face name."""
         renamed = self._live_names.renamed
         names = [*self._shapes, *(sent.keys() - self._shapes.keys())]
-        parts: list[LiveParts] = self._core.collective_rpc("probe_live_weights", args=(names, bool(renamed)))
+        parts: list[LiveParts] = self._core.collective_rpc(
+            "probe_live_weights", args=(names, bool(renamed), adapter_id)
+        )
         for of_rank in parts:
             for own, name in renamed.items():
                 of_rank[name] = [*of_rank.get(name, ()), *of_rank.get(own, ())]
         return join_parts(parts, sent)
 
-    def _replace_weights(self, update: WeightUpdate) -> list[dict[str, str]]:
+    def drop_adapter(self, name: str) -> None:
+        """See `Stepper.drop_adapter`."""
+        self._adapters.drop(name, list(self._running.values()))
+
+    def _replace_weights(self, update: WeightUpdate, adapter_id: int | None) -> list[dict[str, str]]:
         """Replace the weights. Return the checksums of the tensors as they arrived at each rank."""
-        what, details = "adapter", list[Any]([update.version])
+        what, details = "adapter", list[Any]([update.version, adapter_id])
         if update.adapter is None:
             what, details = "all_weights", [list(update.tied), update.kinds]
         with self._source(update) as source:
@@ -308,14 +321,12 @@ class VLLMStepper:
 
     def _without_adapter(self) -> list[Sample]:
         """End samples whose adapter is missing. Otherwise, vLLM would fail the step for all samples."""
-        samples = [sample for sample, _ in self._running.values() if sample.adapter is None]
-        reason = self._adapter.absence(samples)
-        if reason is None:
-            return []
-        self.remove(samples)
-        for sample in samples:
-            sample.failure, sample.finish_reason = f"{reason} Publish the weights again.", "abort"
-        return samples
+        absences = self._adapters.absences([sample for sample, _ in self._running.values()])
+        for sample, reason in absences.items():
+            sample.fail(reason)
+        if absences:
+            self.remove([*absences])
+        return [*absences]
 
     def _add_scoring(self) -> None:
         """Send sequences to score to vLLM, as many as its next steps can process, at least one."""
@@ -333,7 +344,7 @@ class VLLMStepper:
             sampling_params=self._sampling_params(sample),
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=self._adapter.request_of(sample),
+            lora_request=self._adapters.request_of(sample),
             cache_salt=None,
             data_parallel_rank=None,
         )
@@ -388,7 +399,7 @@ class VLLMStepper:
             sample.scores = _scores(output, sample.top_k)
         else:
             sample.token_ids.extend(output.new_token_ids)
-            version = self._adapter.version_of(sample, self._version)
+            version = self._adapters.version_of(sample)
             sample.policy_versions.extend([version] * len(output.new_token_ids))
             if output.new_logprobs is not None:
                 sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())

@@ -25,7 +25,7 @@ from rl_core.data import ExpertArray
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights import ChecksumKind, PassingChecksums, digest_tensors, tensor_checksum
 from rl_core.weights.broadcast import ReceivePlan, SourceGroups
-from rl_rollout.engines.vllm.adapter_slot import AdapterSlot, multiply_at_once
+from rl_rollout.engines.vllm.adapter_slots import FIRST_ID, AdapterSlots, multiply_at_once
 from rl_rollout.engines.vllm.expert_capture import ExpertStore, KeptRows
 from rl_rollout.engines.vllm.image_models import serve_our_images
 from rl_rollout.engines.vllm.live_weights import LiveParts, live_parts
@@ -55,7 +55,7 @@ class WorkerExtension:
     distributed_init_method: str
     rank: int
     _expert_store: ExpertStore
-    _adapter_slot: AdapterSlot | None = None
+    _adapter_slots: AdapterSlots | None = None
     _noted_buffers: Mapping[str, str] = MappingProxyType({})
 
     @cached_property
@@ -98,8 +98,8 @@ class WorkerExtension:
         for method, kernel in kernels.items():  # of a layer that got no weights
             method.moe_kernel = method.moe_kernel or kernel
         repack_output_head(model)
-        if self._adapter_slot is not None:
-            self._adapter_slot.drop()
+        if self._adapter_slots is not None:
+            self._adapter_slots.drop()
 
     @torch.inference_mode()
     def load_folder(self, folder: Path, shapes: Shapes, changed: Collection[str]) -> None:
@@ -129,18 +129,18 @@ class WorkerExtension:
         """Return the use of this rank's GPU since the last call; empty on a CPU."""
         return own_gpu_use("engine")
 
-    def open_adapter_slot(self, modules: Iterable[str]) -> list[str]:
-        """Prepare to serve adapters. See `AdapterSlot.served`."""
-        self._adapter_slot = AdapterSlot(self.model_runner)
+    def open_adapter_slots(self, modules: Iterable[str]) -> list[str]:
+        """Prepare to serve adapters. See `AdapterSlots.served`."""
+        self._adapter_slots = AdapterSlots(self.model_runner)
         if self.device.type == "cpu":
             multiply_at_once(self.model_runner)
-        return self._adapter_slot.served(modules)
+        return self._adapter_slots.served(modules)
 
     @torch.inference_mode()
-    def replace_adapter(self, source: WeightPlace, version: int) -> dict[str, str]:
-        """Same as `replace_all_weights`, for an adapter on unchanged weights. See `AdapterSlot.replace`."""
+    def replace_adapter(self, source: WeightPlace, version: int, adapter_id: int = FIRST_ID) -> dict[str, str]:
+        """Same as `replace_all_weights`, for an adapter on unchanged weights. See `AdapterSlots.replace`."""
         with self._opened(source) as tensors:
-            return self._slot.replace(dict(tensors), version)
+            return self._slots.replace(dict(tensors), version, adapter_id)
 
     @contextmanager
     def _opened(self, source: WeightPlace) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
@@ -154,34 +154,37 @@ class WorkerExtension:
                 yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - not a mapping
 
     def with_adapter(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker's `AdapterSlot`."""
-        return getattr(self._slot, method)(*args)
+        """Call a method of the worker's `AdapterSlots`."""
+        return getattr(self._slots, method)(*args)
 
     @torch.inference_mode()
-    def adapter_problems(self, version: int | None, expected: Mapping[str, str | None]) -> list[str]:
-        """See `AdapterSlot.problems` and `AdapterSlot.misled`."""
-        return [*self._slot.problems(version), *self._slot.misled(expected)]
+    def adapter_problems(self, versions: Mapping[int, int], expected: Mapping[str, str | None]) -> list[str]:
+        """See `AdapterSlots.problems` and `AdapterSlots.misled`."""
+        return [*self._slots.problems(versions), *self._slots.misled(expected)]
 
     @property
-    def _slot(self) -> AdapterSlot:
-        if self._adapter_slot is None:
+    def _slots(self) -> AdapterSlots:
+        if self._adapter_slots is None:
             raise RuntimeError("vLLM was started without slots for adapters.")
-        return self._adapter_slot
+        return self._adapter_slots
 
     @torch.inference_mode()
-    def probe_live_weights(self, names: Iterable[str], with_others: bool = False) -> LiveParts:
-        """Return this rank's live part of each named Hugging Face tensor, and of its adapter's.
+    def probe_live_weights(
+        self, names: Iterable[str], with_others: bool = False, adapter_id: int | None = None
+    ) -> LiveParts:
+        """Return this rank's live part of each named Hugging Face tensor, and of an adapter's.
 
         Args:
             names: Names of tensors. Those without a live layer are omitted.
             with_others: True to return the parts of live layers that have none of these names, by vLLM's names.
+            adapter_id: vLLM's id of the adapter; None for none.
         """
         model = self.model_runner.get_model()
         vllm_name = loader_names(model)
         of_vllm = {name: vllm_name(name) for name in names}
         live = live_parts(model, {*of_vllm.values()})
         found = {name: live.get(own) for name, own in of_vllm.items()}
-        adapter = {} if self._adapter_slot is None else self._adapter_slot.live_parts()
+        adapter = {} if adapter_id is None else self._slots.live_parts(adapter_id)
         others = {name: parts for name, parts in live.items() if with_others and name not in of_vllm.values()}
         return {name: parts for name, parts in found.items() if parts is not None} | others | adapter
 

@@ -1,11 +1,12 @@
-"""The adapter in a slot of vLLM's wrapped layers: replaced in memory, and read back bit for bit.
+"""Adapters in the slots of vLLM's wrapped layers: replaced in memory, and read back bit for bit.
 
 vLLM has no public way to replace an adapter without a file. A wrapped layer keeps A and B of each Hugging Face matrix
-by slot, padded to the maximum rank. Slot 1 stays empty, because vLLM's CPU products apply the last slot to rows without
-an adapter.
+by slot, padded to the maximum rank. The adapter with vLLM's id n is in slot n - 1. The last slot stays empty, because
+vLLM's CPU products apply it to rows without an adapter.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MethodType
 from typing import Any
@@ -23,10 +24,8 @@ from rl_rollout.engines.vllm.live_weights import LivePart, LiveParts, input_rang
 from rl_rollout.engines.vllm.mixtures import loader_names
 from rl_rollout.engines.weight_checks import module_of
 
-ADAPTER_ID = 1
-"""vLLM's id of this package's adapter."""
-NUM_SLOTS = 2
-SLOT = 0
+FIRST_ID = 1
+"""vLLM's id of the adapter in the first slot."""
 
 
 class AdaptedPart:
@@ -59,9 +58,9 @@ class AdaptedPart:
         """Return the live layer's [slots, max rank, in] and [slots, out, max rank]."""
         return self.layer.lora_a_stacked[self._index][:, 0], self.layer.lora_b_stacked[self._index][:, 0]
 
-    def read(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's live part of A and B, including any padding that is not zero."""
-        a, b = (tensor[SLOT] for tensor in self.slots())
+        a, b = (tensor[slot] for tensor in self.slots())
         return a if _has_numbers(a[rank:]) else a[:rank], b if _has_numbers(b[:, rank:]) else b[:, :rank]
 
     def probe_a(self, held: torch.Tensor) -> LivePart:
@@ -75,8 +74,23 @@ class AdaptedPart:
         return _share(values * 0 if self._is_copy else values, is_summand=self._are_rows_split)
 
 
-class AdapterSlot:
-    """One worker's adapter."""
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An adapter in a slot.
+
+    Attributes:
+        version: Its policy version.
+        rank: Its rank.
+        sums: Checksum of this rank's part of each tensor as it arrived.
+    """
+
+    version: int
+    rank: int
+    sums: Mapping[str, str]
+
+
+class AdapterSlots:
+    """One worker's adapters, by vLLM's ids."""
 
     def __init__(self, runner: Any) -> None:
         """Find the wrapped layers of vLLM's model runner.
@@ -89,16 +103,16 @@ class AdapterSlot:
         self._vllm_name = loader_names(runner.get_model())
         self._names: dict[str, str] = {}
         self._parts = dict(_adapted_parts(self._manager))
-        self._version: int | None = None
-        self._rank = 0
-        self._sums: dict[str, str] = {}
+        self._held: dict[int, _Held] = {}
+        self._num_slots: int = self._manager.lora_slots
 
-    def replace(self, tensors: Mapping[str, torch.Tensor], version: int) -> dict[str, str]:
-        """Serve this adapter instead of the last.
+    def replace(self, tensors: Mapping[str, torch.Tensor], version: int, adapter_id: int) -> dict[str, str]:
+        """Serve this adapter instead of the last one with its id.
 
         Args:
             tensors: A and B by peft's names, B with the scaling.
             version: The policy version.
+            adapter_id: vLLM's id of the adapter.
 
         Returns:
             Checksum of each tensor as it arrived.
@@ -112,23 +126,40 @@ class AdapterSlot:
             rank, part = len(a), self._parts[name]
             sums[key + LORA_A], sums[key + LORA_B] = tensor_checksum(a[:, part.columns]), tensor_checksum(b[part.rows])
             loras[name] = LoRALayerWeights(name, rank, rank, a, b)
-        self.drop()
+        self.drop(adapter_id)
         manager = self._manager
-        manager.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
-        manager.activate_adapter(ADAPTER_ID)
-        manager.pin_adapter(ADAPTER_ID)
-        self._version, self._rank, self._sums = version, rank, sums
+        manager.add_adapter(LoRAModel(adapter_id, rank, loras))
+        manager.lora_index_to_id = [None if one == adapter_id else one for one in self._ids]  # vLLM takes a free slot
+        manager.activate_adapter(adapter_id)
+        manager.pin_adapter(adapter_id)
+        self._held[adapter_id] = _Held(version, rank, sums)
+        manager.lora_index_to_id = self._table(self._held)
         is_whole = all(layer.tp_size == 1 for layer in manager.modules.values())
         if is_whole and all(tensor.dtype == dtype for tensor in tensors.values()):
             return sums
         return {name: tensor_checksum(tensor, "crc32c") for name, tensor in tensors.items()}
 
-    def drop(self) -> None:
-        """Serve no adapter, and clear the slots."""
-        self._manager.remove_all_adapters()
-        for layer in self._manager.modules.values():
-            layer.reset_lora(SLOT + 1)  # the other one is reset on use
-        self._version, self._sums = None, {}
+    def drop(self, adapter_id: int | None = None) -> None:
+        """Serve this adapter no longer, or none at all, and remove those that nobody published."""
+        self._held.pop(adapter_id or 0, None)
+        if adapter_id is None:
+            self._held.clear()
+        manager = self._manager
+        for other in {*manager._registered_adapters.cache, *manager._active_adapters.cache} - self._held.keys():
+            manager.remove_adapter(other)
+        if not self._held:
+            manager.remove_all_adapters()
+        manager.lora_index_to_id = self._table(self._held)
+        for layer in manager.modules.values():
+            layer.reset_lora(self._num_slots - 1)  # others are reset on use
+
+    @property
+    def _ids(self) -> range:
+        return range(FIRST_ID, FIRST_ID + self._num_slots)
+
+    def _table(self, ids: Container[int]) -> list[int | None]:
+        """Return vLLM's table of slots with these adapters."""
+        return [one if one in ids else None for one in self._ids]
 
     def follow(self, loras: Mapping[str, Any]) -> None:
         """Serve running requests with this adapter, or with none, by vLLM's id."""
@@ -136,48 +167,61 @@ class AdapterSlot:
             if request_id in self._runner.requests:  # others have not been in a step
                 self._runner.requests[request_id].lora_request = lora_request
 
-    def live_parts(self) -> LiveParts:
-        """Return this rank's live part of each adapter tensor. NaN if it differs from what arrived, bit for bit."""
+    def live_parts(self, adapter_id: int) -> LiveParts:
+        """Return this rank's live part of an adapter's tensors. NaN if it differs from what arrived, bit for bit."""
         parts: LiveParts = {}
-        for module in dict.fromkeys(module_of(name) for name in self._sums):
+        held = self._held.get(adapter_id, _Held(0, 0, {}))
+        for module in dict.fromkeys(map(module_of, held.sums)):
             part, key = self._parts[self._name(module)], f"{PEFT_PREFIX}{module}"
-            a, b = part.read(self._rank)
-            for name, held, probe in ((key + LORA_A, a, part.probe_a), (key + LORA_B, b, part.probe_b)):
-                if tensor_checksum(held, "crc32c") == self._sums[name]:
-                    parts[name] = [probe(held)]
+            a, b = part.read(adapter_id - FIRST_ID, held.rank)
+            for name, live, probe in ((key + LORA_A, a, part.probe_a), (key + LORA_B, b, part.probe_b)):
+                if tensor_checksum(live, "crc32c") == held.sums[name]:
+                    parts[name] = [probe(live)]
                 else:
-                    unlike = np.full(self._rank, np.nan, np.float32)
-                    parts[name] = [LivePart(values=unlike, start=0, num_rows=self._rank)]
+                    unlike = np.full(held.rank, np.nan, np.float32)
+                    parts[name] = [LivePart(values=unlike, start=0, num_rows=held.rank)]
         return parts
 
-    def absence(self, version: int | None) -> str | None:
-        """Return why requests of this version's adapter cannot be served. Cheap enough for every step."""
-        expected = [None if version is None else ADAPTER_ID, *[None] * (NUM_SLOTS - 1)]
-        slots = self._manager.lora_index_to_id
-        if slots != expected:
-            return f"vLLM's slots of adapters must contain {expected}; found {slots}."
-        if self._version != version:
-            return f"the adapter of version {version} must be served; found {self._version}."
-        if version is not None and ADAPTER_ID not in self._manager._registered_adapters:
-            return f"the adapter of version {version} is no longer registered."
-        return None
+    def absences(self, versions: Mapping[int, int]) -> dict[int, str]:
+        """Return why requests of adapters cannot be served. Cheap enough for every step.
 
-    def problems(self, version: int | None) -> list[str]:
-        """Describe all problems other than the tensors in `live_parts`."""
-        absence = self.absence(version)
-        found = [] if absence is None else [absence]
+        Args:
+            versions: Version of each published adapter, by vLLM's id.
+        """
+        slots, found = self._manager.lora_index_to_id, dict[int, str]()
+        for adapter_id, version in versions.items():
+            held = self._held.get(adapter_id)
+            if slots[adapter_id - FIRST_ID] != adapter_id:
+                found[adapter_id] = f"vLLM's slots of adapters must contain {self._table(versions)}; found {slots}."
+            elif held is None or held.version != version:
+                found[adapter_id] = (
+                    f"the adapter of version {version} must be served; found {None if held is None else held.version}."
+                )
+            elif adapter_id not in self._manager._registered_adapters:
+                found[adapter_id] = f"the adapter of version {version} is no longer registered."
+        return found
+
+    def problems(self, versions: Mapping[int, int]) -> list[str]:
+        """Describe all problems other than the tensors in `live_parts`; see `absences`."""
+        found = [*self.absences(versions).values()]
         manager = self._manager
+        if not found and manager.lora_index_to_id != self._table(versions):
+            slots = manager.lora_index_to_id
+            found.append(f"vLLM's slots of adapters must contain {self._table(versions)}; found {slots}.")
         for adapters in (manager._registered_adapters, manager._active_adapters):
-            if set(adapters.cache) != ({ADAPTER_ID} & adapters.pinned_items if version is not None else set()):
+            if set(adapters.cache) != versions.keys() & adapters.pinned_items or len(adapters.cache) < len(versions):
                 found.append(f"vLLM has the adapters {sorted(adapters.cache)}, pinned {sorted(adapters.pinned_items)}.")
                 break
-        named = {self._name(module_of(name)) for name in self._sums}
+        named = {one: {self._name(module_of(name)) for name in held.sums} for one, held in self._held.items()}
+        empty = self._num_slots - 1
         for name, part in self._parts.items():
             a, b = part.slots()
-            if _has_numbers(a[SLOT + 1 :]) or _has_numbers(b[SLOT + 1 :]):
-                found.append(f"slot {SLOT + 1}, which must stay empty, has numbers of {name}.")
-            if version is not None and name not in named and (_has_numbers(a[SLOT]) or _has_numbers(b[SLOT])):
-                found.append(f"{name} serves an adapter, but version {version} has none for it.")
+            if _has_numbers(a[empty]) or _has_numbers(b[empty]):
+                found.append(f"slot {empty}, which must stay empty, has numbers of {name}.")
+            for one, version in versions.items():
+                slot = one - FIRST_ID
+                if name not in named.get(one, ()) and (_has_numbers(a[slot]) or _has_numbers(b[slot])):
+                    found.append(f"{name} serves an adapter, but version {version} has none for it.")
         return found
 
     def misled(self, expected: Mapping[str, str | None]) -> Iterator[str]:
@@ -249,11 +293,11 @@ def add_adapter(
     output_slices: tuple[int, ...],
     **_: Any,
 ) -> None:
-    """Replace `PunicaWrapperCPU.add_lora_linear` for the only adapter that has a slot.
+    """Replace `PunicaWrapperCPU.add_lora_linear`.
 
     Args:
         wrapper: vLLM's wrapper, which knows the slot of each token.
-        y: [tokens, out]. scale * x @ A.T @ B.T is added in place, for tokens with the adapter.
+        y: [tokens, out]. scale * x @ A.T @ B.T of each token's adapter is added in place.
         x: [tokens, in].
         lora_a_stacked: [slots, 1, rank, in] for each part of the output.
         lora_b_stacked: [slots, 1, part, rank].
@@ -263,11 +307,34 @@ def add_adapter(
     if wrapper.no_lora:
         return
     slots = wrapper.token_lora_indices
-    has_adapter = None if wrapper.batch_size == 1 else (slots == SLOT).to(x.dtype).unsqueeze(-1)
+    if len(lora_a_stacked[0]) > 2:
+        _add_adapters(slots, y, x, lora_a_stacked, lora_b_stacked, scale)
+        return
+    has_adapter = None if wrapper.batch_size == 1 else (slots == 0).to(x.dtype).unsqueeze(-1)
     start = 0
     for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-        low = x @ a[SLOT, 0].T
+        low = x @ a[0, 0].T
         if has_adapter is not None:
             low *= has_adapter
-        y[:, start : start + size].addmm_(low, b[SLOT, 0].T, alpha=scale)
+        y[:, start : start + size].addmm_(low, b[0, 0].T, alpha=scale)
         start += size
+
+
+def _add_adapters(
+    slots: torch.Tensor,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a_stacked: tuple[torch.Tensor, ...],
+    lora_b_stacked: tuple[torch.Tensor, ...],
+    scale: float,
+) -> None:
+    """Multiply the tokens of each adapter in the batch by themselves; see `add_adapter`."""
+    for slot in torch.unique(slots).tolist():
+        if slot < 0:  # the base
+            continue
+        rows = (slots == slot).nonzero().squeeze(-1)
+        taken, start = x[rows], 0
+        for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True):
+            end = start + b.shape[2]
+            y[:, start:end].index_add_(0, rows, taken @ a[slot, 0].T @ b[slot, 0].T, alpha=scale)
+            start = end
