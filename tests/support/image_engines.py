@@ -133,6 +133,15 @@ class ImagePrompts:
         base = digest_tensors(self._weights)
         return TensorTransport().pack(adapter, version=version, tied={}, adapter=AdapterUpdate(rank=rank, base=base))
 
+    def check_adapter(self, engine: RolloutEngine, *, rank: int) -> None:
+        """Serve an adapter that names modules as the class does, and compare what the engine computes."""
+        update = self.adapter(1, rank=rank)
+        receipt = asyncio.run(engine.update_weights(update))
+        assert update.digests
+        assert {*update.digests} <= {*receipt.live}
+        self.check(engine, within=1e-4)
+        self.load()
+
     def load(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Change the weights of `reference`, by default to the folder's."""
         live = folder_views(self._model, self._model.state_dict())

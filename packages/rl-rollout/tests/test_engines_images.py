@@ -65,11 +65,7 @@ def test_an_adapter_that_names_modules_as_the_class_does_is_served(prompts: Imag
     options = TransformersOptions(image_folder=prompts.store.folder, max_lora_rank=4)
     engine = TransformersEngine(prompts.model_dir, options)
     asyncio.run(engine.start())
-    update = prompts.adapter(1, rank=4)
-    receipt = asyncio.run(engine.update_weights(update))
-    assert {*update.digests} <= {*receipt.live}
-    prompts.check(engine, within=1e-4)
-    prompts.load()
+    prompts.check_adapter(engine, rank=4)
     asyncio.run(engine.close())
 
 

@@ -46,8 +46,5 @@ def test_an_adapter_that_names_modules_as_the_class_does_is_served(tmp_path: Pat
     options = VLLMOptions(**sizes, kv_cache_gib=0.02, image_folder=prompts.store.folder)
     engine = VLLMEngine(prompts.model_dir, options)
     asyncio.run(engine.start())
-    update = prompts.adapter(1, rank=8)
-    receipt = asyncio.run(engine.update_weights(update))
-    assert {*update.digests} <= {*receipt.live}
-    prompts.check(engine, within=1e-4)
+    prompts.check_adapter(engine, rank=8)
     asyncio.run(engine.close())

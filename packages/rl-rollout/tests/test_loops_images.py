@@ -164,7 +164,7 @@ def test_an_image_of_a_tool_that_cannot_be_used_is_told_to_the_model(prompt, tok
     ("text", "outcome", "told"),
     [
         ("", "raised", "Error: look returned an image, which this model does not take."),
-        ("seen", "ok", "seen\n[1 images are left out, because this run shows none]"),
+        ("seen", "ok", "seen\n[images are left out, because this run shows none: 1]"),
     ],
 )
 def test_a_model_of_text_is_told_that_it_cannot_see(text, outcome, told):

@@ -133,7 +133,7 @@ REFUSED = [
         r"field `images\[0\]`: max_pixels of one image is not supported",
     ),
     ({"image": NAME}, r"images must be in one column; found images and image"),
-    ({"videos": ["a.mp4"], "images": []}, r"found `videos`. Videos are not supported"),
+    ({"videos": ["a.mp4"], "images": []}, r"field `videos`: videos are not supported"),
     (
         {"prompt": user("how<|image_pad|> many?"), "images": []},
         r"field `prompt`: token 5 stands for an image, and the row",
@@ -247,13 +247,14 @@ def site(folder, monkeypatch):
         thread.join()
 
 
-def test_images_at_allowed_urls_are_fetched_once(load, site):
+def test_images_at_allowed_urls_are_fetched_once(load, site, folder):
     address, asked = site
-    row = {"prompt": user("<image> <image>"), "images": [NAME, f"{address}to/{address}{NAME}"]}
+    (folder / "a..b.png").write_bytes(picture(0))
+    row = {"prompt": user("<image> <image>"), "images": [f"{address}a..b.png", f"{address}to/{address}{NAME}"]}
     for _ in range(2):
         (prompt,) = load(row, image_urls=(address,))
         assert prompt.images[0].digest == prompt.images[1].digest
-    assert asked == [f"/to/{address}{NAME}", f"/{NAME}"]
+    assert asked == ["/a..b.png", f"/to/{address}{NAME}", f"/{NAME}"]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_the_images_of_a_result_are_given():
 
     whole, shown = using(McpServerOptions(command=COMMAND, tools=("draw",)), ask)
     assert whole == TextAndImages("a drawing", (b"PNG",))
-    assert (shown.text, shown.outcome) == ("a drawing\n[1 images are left out, because this run shows none]", "ok")
+    assert (shown.text, shown.outcome) == ("a drawing\n[images are left out, because this run shows none: 1]", "ok")
 
 
 def test_the_schema_is_the_servers_and_tools_can_be_chosen():

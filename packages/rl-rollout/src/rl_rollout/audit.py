@@ -10,7 +10,7 @@ from rl_core.data import NO_VERSION, BoolArray, ExpertArray, FloatArray, ImageSp
 from rl_core.errors import DataError, EngineError
 from rl_core.record_fields import UnitFloat, settings_record
 from rl_core.weights import BFLOAT16_TOLERANCES
-from rl_rollout.engines.images import EngineImages, PlacedImage
+from rl_rollout.engines.images import EngineImages
 from rl_rollout.engines.protocol import GenerateRequest, Generation, RolloutEngine
 
 NO_TOKENS = np.zeros(0, np.int32)
@@ -246,10 +246,8 @@ def audit_images(trajectory: Trajectory, spans: Sequence[SampledSpan], images: E
     Raises:
         DataError: An image breaks a rule. The message names the trajectory and the image.
     """
-    placed = _placed(trajectory, trajectory.images, images)
-    is_open = trajectory.input_ids == images.token_id
-    for image in placed:
-        is_open[image.span.start : image.span.start + image.span.length] = False
+    _check_placed(trajectory, images)
+    is_open = is_stray(trajectory, images.token_id)
     for span in spans if is_open.any() else ():
         is_open[len(span.input_ids) : _agreement(trajectory, span)] = False
     for position in np.flatnonzero(is_open)[:1]:
@@ -271,6 +269,14 @@ def audit_images(trajectory: Trajectory, spans: Sequence[SampledSpan], images: E
             faults.append(fault)
     if unproven.any() and faults:
         raise DataError(f"{_name(trajectory)}: {faults[0]}")
+
+
+def is_stray(trajectory: Trajectory, token_id: int) -> BoolArray:
+    """Return [T] True for the placeholders of images that belong to none of the trajectory's images."""
+    found: BoolArray = trajectory.input_ids == token_id
+    for image in trajectory.images:
+        found[image.start : image.start + image.length] = False
+    return found
 
 
 def _image_fault(trajectory: Trajectory, span: SampledSpan, images: EngineImages) -> str | None:
@@ -301,13 +307,12 @@ def _image_fault(trajectory: Trajectory, span: SampledSpan, images: EngineImages
     return None
 
 
-def _placed(trajectory: Trajectory, spans: tuple[ImageSpan, ...], images: EngineImages) -> tuple[PlacedImage, ...]:
-    """Check that images lie among a trajectory's tokens and are in the store, and return them."""
+def _check_placed(trajectory: Trajectory, images: EngineImages) -> None:
+    """Check that a trajectory's images lie among its tokens and are in the store."""
     try:
-        placed, _ = images.placed(trajectory.input_ids, spans)
+        images.placed(trajectory.input_ids, trajectory.images)
     except EngineError as error:
         raise DataError(f"{_name(trajectory)}: {error}") from error
-    return placed
 
 
 def _own_first(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> Sequence[SampledSpan]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import structlog
 
-from rl_core.data import BoolArray, IntArray, Json, Prompt, Trajectory
+from rl_core.data import IntArray, Json, Prompt, Trajectory
 from rl_core.errors import DataError, RolloutError, SettingsError
 from rl_core.record_fields import PositiveInt, record, settings_record
-from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session
+from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session, is_stray
 from rl_rollout.engines.images import EngineImages
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
 from rl_rollout.loops.outcomes import check_sessions
@@ -289,7 +289,7 @@ class Rollout:
             return result
         sessions = list(result.sessions)
         for index, one in enumerate(sessions):
-            strays = [_is_stray(row, token_id) for row in one.trajectories] if one.failure is None else []
+            strays = [is_stray(row, token_id) for row in one.trajectories] if one.failure is None else []
             if any(stray.any() for stray in strays):
                 is_sampled = any(
                     (stray & row.loss_mask).any() for stray, row in zip(strays, one.trajectories, strict=True)
@@ -337,14 +337,6 @@ class Rollout:
             for index, session in enumerate(result.sessions)
             if session.failure is None and stable_seed(seed, f"{what} {uid} {index}") < share * (1 << SEED_BITS)
         ]
-
-
-def _is_stray(row: Trajectory, token_id: int) -> BoolArray:
-    """Return [T] True for the placeholders of images that belong to none of the trajectory's images."""
-    found: BoolArray = row.input_ids == token_id
-    for image in row.images:
-        found[image.start : image.start + image.length] = False
-    return found
 
 
 def _without(result: GroupResult, refused: Mapping[int, DataError]) -> GroupResult:

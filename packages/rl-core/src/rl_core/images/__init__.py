@@ -1,6 +1,6 @@
 """Images of rows: kept once by content, and turned into the tokens and pixel values of a model."""
 
-from rl_core.images.pixels import ImageProcessor, joined_pixels, pixel_digest
+from rl_core.images.pixels import ImageProcessor, image_token_id, joined_pixels, pixel_digest
 from rl_core.images.store import MAX_IMAGE_BYTES, ImageStore, encode_image, open_image
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "ImageProcessor",
     "ImageStore",
     "encode_image",
+    "image_token_id",
     "joined_pixels",
     "open_image",
     "pixel_digest",

@@ -70,8 +70,10 @@ class ImageProcessor:
             others = {name: None for name in kind.get_attributes() if name not in parts}
             own = _own_arguments(kind, folder, options)
             processor = _without_others(kind)(**parts, **others, **own, chat_template=tokenizer.chat_template)
-            token_id = getattr(config, "image_token_id", None)
-            return cls(processor, int(config.image_token_index if token_id is None else token_id))
+            token_id = image_token_id(config)
+            if token_id is None:
+                raise SettingsError("config.json has no image_token_id")
+            return cls(processor, token_id)
         except Exception as error:  # a damaged folder raises many types
             raise SettingsError(
                 f"{folder}: transformers cannot load the processor of its images ({type(error).__name__}: {error})."
@@ -184,6 +186,13 @@ class ImageProcessor:
 
     def _tokens(self, text: str) -> IntArray:
         return np.asarray(self._processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+
+def image_token_id(config: Any) -> int | None:
+    """Return the id of the tokens whose embeddings an image replaces, from transformers' configuration of a model."""
+    found = getattr(config, "image_token_id", None)
+    found = getattr(config, "image_token_index", None) if found is None else found
+    return None if found is None else int(found)
 
 
 @contextmanager

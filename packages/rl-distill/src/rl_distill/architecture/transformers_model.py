@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from rl_core import images
 from rl_core.errors import DataError, RLError, SettingsError
 from rl_core.files import preview
 from rl_distill.architecture.mixture_config import MAX_EXPERTS as MAX_EXPERTS_TOGETHER
@@ -197,9 +198,8 @@ def image_token_id(text: str) -> int | None:
     """Return the id of the tokens whose embeddings an image replaces; None if the model has no images."""
     if not json.loads(text).get("vision_config"):
         return None
-    config = read_config(text)
-    found = getattr(config, "image_token_id", None)
-    return int(getattr(config, "image_token_index", -1) if found is None else found)
+    found = images.image_token_id(read_config(text))
+    return -1 if found is None else found
 
 
 def vision_parameters(model: Any) -> dict[str, Any]:

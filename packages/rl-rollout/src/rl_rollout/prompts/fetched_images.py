@@ -71,7 +71,8 @@ def fetch_image(url: str, places: Sequence[str]) -> tuple[bytes, Path | None]:
 
 
 def _is_allowed(url: str, places: Sequence[str]) -> bool:
-    return url.startswith(tuple(places)) and ".." not in unquote(url)
+    """Return whether a URL begins with an allowed place, and does not lead out of it again."""
+    return url.startswith(tuple(places)) and ".." not in unquote(urlsplit(url).path).split("/")
 
 
 def _received(url: str, places: Sequence[str]) -> bytes:

@@ -113,11 +113,12 @@ class ImageReader:
             DataError: An image cannot be read, or the column has another number of images than the messages need.
         """
         columns = [name for name in self._columns if row.get(name)]
-        if len(columns) > 1 or row.get("videos"):
+        if len(columns) > 1:
             raise DataError(
-                f"{where}: a row's images must be in one column; found {' and '.join(columns) or '`videos`'}. Videos "
-                "are not supported. Remove the other column."
+                f"{where}: a row's images must be in one column; found {' and '.join(columns)}. Remove one."
             )
+        if row.get("videos"):
+            raise DataError(f"{where}, field `videos`: videos are not supported. Remove them, or the row.")
         column = columns[0] if columns else None
         listed = [] if column is None else _listed(row[column])
         messages = row.get("prompt")

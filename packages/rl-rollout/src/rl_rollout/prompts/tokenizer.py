@@ -15,7 +15,7 @@ import numpy as np
 from rl_core.data import IntArray, Json, encodable
 from rl_core.errors import DataError, MissingExtraError, SettingsError
 from rl_core.files import count_values, read_json_object, read_plain, run_trial
-from rl_core.images import ImageProcessor, ImageStore
+from rl_core.images import ImageProcessor, ImageStore, image_token_id
 from rl_core.record_fields import converts_arguments
 from rl_rollout.engines.model_folder import PROCESSOR_FILES, VOCABULARY_FILES, check_config, has_tokenizer, takes_images
 from rl_rollout.engines.response_text import Decode, ResponseText
@@ -151,9 +151,9 @@ class PromptTokenizer:
         """Id of the tokens that stand for images; None for a model of text."""
         if not self.sees_images:
             return None
-        config = read_json_object(Path(self._name) / "config.json")
-        found = config.get("image_token_id", config.get("image_token_index"))
-        return found if isinstance(found, int) else None
+        from transformers import AutoConfig
+
+        return image_token_id(AutoConfig.from_pretrained(self._name, local_files_only=True, trust_remote_code=False))
 
     @cached_property
     def image_settings(self) -> str:

@@ -171,7 +171,7 @@ class ToolRunner:
 
     async def _with_images(self, call: ToolCall, parts: TextAndImages) -> ToolResult:
         if self._images is None and parts.text:
-            left_out = f"{parts.text}\n[{len(parts.images)} images are left out, because this run shows none]"
+            left_out = f"{parts.text}\n[images are left out, because this run shows none: {len(parts.images)}]"
             return self._sized(call, encodable(left_out))
         if self._images is None:
             return _failed(call, "raised", f"{call.name} returned an image, which this model does not take.")
