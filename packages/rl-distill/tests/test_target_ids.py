@@ -39,7 +39,7 @@ def targeted(make_batch: MakeBatch, **options: Any) -> Batch:
     draw = np.random.default_rng(1)
     targets = draw.integers(0, VOCAB, (len(mask), NUM_TARGETS)).astype(np.int32)
     targets[:, 2] = np.where(draw.random(len(mask)) < 0.5, -1, targets[:, 0])
-    weights = draw.normal(0, 0.1, targets.shape) * (targets >= 0) * mask[:, None]
+    weights = draw.normal(0, 0.03, targets.shape) * (targets >= 0) * mask[:, None]
     columns = {"target_ids": targets, "target_weights": weights, "loss_weights": mask}
     dtypes = {"target_weights": np.float32, "loss_weights": np.float32}
     return batch.with_columns(
@@ -70,9 +70,8 @@ def learned(learner: MegatronLearner, batch: Batch) -> tuple[Any, dict[str, Tens
 
 
 def assert_same_gradients(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name].double(), gradient.double(), rtol=0, atol=1e-6 * largest)
+        torch.testing.assert_close(found[name].double(), gradient.double(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["auto", "transformers"])
