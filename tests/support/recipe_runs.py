@@ -200,7 +200,7 @@ RECIPES = (
         name="sdft, sampled",
         module="sdft.train",
         options=f"{SMALL} {SDFT} topk=0",
-        figure=rise("sdft/mean_advantage"),
+        figure=rise("sdft/mean_student_lp"),
     ),
     Recipe(
         name="forecasting",

@@ -53,7 +53,8 @@ def test_other_targets_become_a_column_of_all_rows():
     found = [row.tolist() for row in target_logprobs(request(*data), logprobs)]
     assert found == [[-1, -2, -3], [[-4, -5], [-6, -7]]]
     assert loss_of(tinker_objective("cross_entropy"), batch, logprobs) == 0.5 * 2 + 2 * 3 + 4 + 0.25 * 5 - 6
-    other = made(datum([1, 2, 3], [2, 7, 4]))
+    other = made(datum([1, 2, 3], [2, 7, 4], logprobs=[0, 0, -1], advantages=[0, 0, 1]))  # both have no effect
+    assert other.names == {"input_ids", "loss_mask", "loss_weights", "target_ids", "target_weights"}
     assert [row.tolist() for row in other.ragged("target_ids")] == [[[-1], [2], [7], [4]]]
 
 

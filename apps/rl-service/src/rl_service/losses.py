@@ -1,6 +1,6 @@
 """Losses of the API as objectives of the learner, and the rows that they need."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,8 @@ INPUTS: Mapping[str, Mapping[str, str]] = {
     "gspo": {**POLICY_INPUTS, "sequence_ratio_mask": "token_selection"},
 }
 """The learner's column for each input of a loss, besides `target_tokens`; those of other losses are POLICY_INPUTS."""
+UNUSED: Mapping[str, Collection[str]] = {"cross_entropy": POLICY_INPUTS}
+"""Inputs that a loss accepts without effect, because programs send sampled tokens to any loss."""
 OPTIONAL = ("weights", "sequence_ratio_mask")
 """Inputs that are 1 at each token if the client sends none."""
 
@@ -106,7 +108,7 @@ def _row(datum: Datum, loss: str, where: str) -> dict[str, NDArray[Any]]:
     columns, tokens = INPUTS.get(loss, POLICY_INPUTS), datum.tokens
     known, is_soft = {"target_tokens", *columns}, loss == "cross_entropy"
     for name in datum.inputs:
-        if name not in known:
+        if name not in known and name not in UNUSED.get(loss, ()):
             raise RefusedError(f"{where}: {unknown_name('input', name[:80], known)}", param=name[:80])
     if not len(tokens):
         raise RefusedError(f"{where}.model_input must have at least one token.", param="model_input")
