@@ -2,7 +2,6 @@
 
 import asyncio
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -91,7 +90,7 @@ def asked(**changes):
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
         "sampling_params": {"max_tokens": 3},
     }
-    return msgspec.json.decode(msgspec.json.encode({**body, **changes}), type=Sample)
+    return Sample.model_validate({**body, **changes})
 
 
 async def sampler_of(engine, version=0):
@@ -111,7 +110,7 @@ REFUSED = [
     ({"sampling_params": {"stop": []}}, "turns off the end token"),
     ({"sampling_params": {"max_tokens": 0}}, "at least 1; found a prompt of 2 and max_tokens = 0"),
     ({"record_stability_info": True}, "record_stability_info is not supported"),
-    ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs is not supported"),
+    ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs is not supported"),
     ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
     ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs must be from 0 to the engine's max_top_k"),
 ]

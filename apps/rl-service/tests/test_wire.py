@@ -104,32 +104,17 @@ def test_compressed_bodies_have_a_limit():
             decompressed(broken, encoding, max_bytes=9)
 
 
-PAIRS = {
-    "ClientConfig": types.ClientConfigRequest,
-    "CreateSession": types.CreateSessionRequest,
-    "Heartbeat": types.SessionHeartbeatRequest,
-    "LoraConfig": types.LoraConfig,
-    "CreateModel": types.CreateModelRequest,
-    "OfModel": types.GetInfoRequest,
-    "AdamParams": types.AdamParams,
-    "SaveWeights": types.SaveWeightsRequest,
-    "SaveWeightsForSampler": types.SaveWeightsForSamplerRequest,
-    "LoadWeights": types.LoadWeightsRequest,
-    "CreateSamplingSession": types.CreateSamplingSessionRequest,
-    "SamplingParams": types.SamplingParams,
-    "RetrieveFuture": types.FutureRetrieveRequest,
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_requests_have_the_fields_and_defaults_of_the_client(name):
-    theirs = PAIRS[name].model_fields
-    ours = {field.name: field for field in msgspec.structs.fields(getattr(requests, name))}
-    assert theirs.keys() - {"type"} == ours.keys() - {"type"}
-    for field in ours.keys() - {"type"}:
-        if (
-            not theirs[field].is_required()
-            and not ours[field].required
-            and ours[field].default is not msgspec.NODEFAULT
-        ):
-            assert theirs[field].default == ours[field].default, field
+def test_requests_are_read_strictly():
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}, "sampling_params": {"stop": [3]}}
+    read = requests.read_request(msgspec.json.encode(body | {"sampling_session_id": "s", "seq_id": 1}), requests.Sample)
+    assert (read.prompt.to_ints(), read.sampling_params.stop, read.num_samples) == ([1, 2], [3], 1)
+    for content, message in (
+        (body | {"sampling_session_id": "s"}, "seq_id: Field required"),
+        (body | {"seq_id": 1, "sampling_session_id": "s", "best_of": 2}, "best_of: Extra inputs"),
+        (body | {"sampling_params": {"min_p": 0.1}}, "sampling_params.min_p: Extra inputs"),
+    ):
+        with pytest.raises(RefusedError, match=message):
+            requests.read_request(msgspec.json.encode(content), requests.Sample)
+    for broken in (b"{", b"[" * 100_000, b"\xff"):
+        with pytest.raises(RefusedError, match="Invalid JSON"):
+            requests.read_request(broken, requests.Sample)

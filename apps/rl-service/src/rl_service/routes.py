@@ -3,9 +3,8 @@
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -21,7 +20,6 @@ from rl_service.settings import ServiceSettings
 from rl_service.wire import PROTOBUF, decompressed, read_forward_backward
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
-RequestT = TypeVar("RequestT", bound=requests.Request)
 API = "/api/v1"
 GONE = 410
 """Status of a session that has ended, and of a result that its client may ask for with a new request."""
@@ -92,7 +90,7 @@ class Routes:
 
         return admitted
 
-    def _posted(self, kind: type[RequestT], run: Callable[[RequestT], dict[str, Json]]) -> Handler:
+    def _posted(self, kind: type[requests.RequestT], run: Callable[[requests.RequestT], dict[str, Json]]) -> Handler:
         async def handled(request: HttpRequest) -> Response:
             return JSONResponse(run(await self._read(request, kind)))
 
@@ -103,11 +101,8 @@ class Routes:
         encoding = request.headers.get("content-encoding", "")
         return decompressed(content, encoding, max_bytes=self._settings.server.max_body_bytes)
 
-    async def _read(self, request: HttpRequest, kind: type[RequestT]) -> RequestT:
-        try:
-            return msgspec.json.decode(await self._content(request) or b"{}", type=kind)
-        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-            raise RefusedError(f"the body is not a {kind.__name__}: {error}.") from None
+    async def _read(self, request: HttpRequest, kind: type[requests.RequestT]) -> requests.RequestT:
+        return requests.read_request(await self._content(request), kind)
 
     def _client_config(self, _: requests.ClientConfig) -> dict[str, Json]:
         """Switch off what this service lacks; a client sends one part of a training request after the other."""

@@ -14,7 +14,7 @@ from rl_core.errors import EngineError, WeightProofError
 from rl_core.weights import TokenScores
 from rl_rollout.engines import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.gateway import RefusedError, refused_field
-from rl_service.requests import Sample
+from rl_service.requests import Sample, TextChunk
 
 MAX_SEED = 1 << 52
 """Below the largest seed of every engine; larger ones are used modulo this."""
@@ -137,10 +137,11 @@ class Sampler:
             RefusedError: The request cannot be served; the message names the field.
         """
         traits = self._engine.traits
+        ids: list[int] = []
         for index, chunk in enumerate(request.prompt.chunks):
-            if chunk.tokens is None:
+            if not isinstance(chunk, TextChunk):
                 raise refused_field(f"prompt.chunks[{index}]", chunk.type, "text; this service samples no other kind")
-        ids = [token for chunk in request.prompt.chunks for token in chunk.tokens or ()]
+            ids += chunk.tokens
         if not ids or not 0 <= min(ids) <= max(ids) < traits.vocab_size:
             raise RefusedError(f"prompt must have token ids from 0 to {traits.vocab_size - 1}.", param="prompt")
         if not 1 <= request.num_samples <= self._max_samples:

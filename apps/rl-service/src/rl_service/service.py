@@ -143,8 +143,6 @@ class TrainingService:
         """Load saved weights into a training client, or into a new one."""
         if request.model_id is None:
             return self.create_model(request)
-        if request.seq_id is None:
-            raise RefusedError("seq_id is required.", param="seq_id")
         return self._submit(self.clients.trains(request.model_id), request.seq_id, request)
 
     def train(
@@ -217,8 +215,12 @@ class TrainingService:
         told = self._lost(client) if client.lost else "its result was dropped; see limits.kept_results_bytes."
         return Answer.failed(str(told), "server")
 
-    def _submit(self, client: TrainingClient, seq_id: int, request: TrainingRequest, *, num_bytes: int = 0) -> Body:
+    def _submit(
+        self, client: TrainingClient, seq_id: int | None, request: TrainingRequest, *, num_bytes: int = 0
+    ) -> Body:
         """Let a request wait for its turn, unless it does already: a client that lost the response asks again."""
+        if seq_id is None:
+            raise RefusedError("seq_id is required.", param="seq_id")
         owner = client.model_id
         request_id = f"{owner}:{seq_id}"
         if not self.futures.knows(request_id):

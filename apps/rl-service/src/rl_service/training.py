@@ -15,10 +15,10 @@ from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id
 from rl_service.futures import Answer
 from rl_service.losses import ForwardBackward, batch_of, loss_of, target_logprobs
 from rl_service.requests import (
+    AdamParams,
     CreateModel,
     LoadWeights,
     LoraConfig,
-    OptimizerConfig,
     OptimStep,
     SaveWeights,
     SaveWeightsForSampler,
@@ -92,8 +92,8 @@ class TrainingRequests:
             saved = self._checkpoints.find(request.path)
             client.entry.base_model, lora = request.base_model or saved.base_model, LoraConfig(rank=saved.rank)
         self.check_name(client.entry.base_model)
-        optimizer = request.optimizer_config or OptimizerConfig()
-        if optimizer.type not in (None, "adamw"):
+        optimizer = request.optimizer_config
+        if optimizer is not None and optimizer.type != "adamw":
             raise refused_field("optimizer_config.type", optimizer.type, '"adamw", the optimizer of this service')
         client.entry.rank = self._learner.create(client.model_id, lora)
         if isinstance(request, LoadWeights):
@@ -131,10 +131,9 @@ class TrainingRequests:
             client.loss = 0.0
             self._learner.of(client.model_id).zero_grad()
             raise RefusedError(f"the step was not taken and its gradients are dropped, because {broken}")
-        given = request.adam_params
-        if given is None:
-            kind = (request.optimizer_params or {}).get("type")
-            raise refused_field("optim_params", kind, "those of Adam, the optimizer of this service")
+        given = request.optim_params
+        if not isinstance(given, AdamParams):
+            raise refused_field("optim_params", given.type, "those of Adam, the optimizer of this service")
         options = AdamOptions(
             learning_rate=given.learning_rate,
             betas=(given.beta1, given.beta2),

@@ -13,8 +13,8 @@ from torch import Tensor
 from rl_core.data import Batch, offsets_of
 from rl_distill.learner import MetricSums, metric_totals
 from rl_distill.linear_map import sum_over_ranks
+from rl_distill.megatron.any_model.images import PackImages
 from rl_distill.megatron.attention.layout import PackedLayout, packed_layout
-from rl_distill.megatron.images import PackImages
 from rl_distill.objectives.micro_batches import needed_column
 from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
 from rl_distill.packing import Pack, pack_rows, unpack_trained
