@@ -200,7 +200,6 @@ RECIPES = (
         name="sdft, sampled",
         module="sdft.train",
         options=f"{SMALL} {SDFT} topk=0",
-        figure=rise("sdft/mean_student_lp"),
     ),
     Recipe(
         name="forecasting",
@@ -240,6 +239,7 @@ RECIPES = (
         options=f"{PLAY} batch_size=2 group_size=2 learning_rate=1e-4",
         figure=highest("optim/kl_sample_train_v1", 1e-4),
     ),
+    Recipe(name="true_thinking_score", module="true_thinking_score.run_small_experiment", has_log=False),
     Recipe(name="rubric, data", module="rubric.generate_data", has_log=False),
     Recipe(
         name="rubric",
