@@ -98,12 +98,12 @@ class Futures:
         future.fetched_at = time.monotonic()
         return future.answer
 
-    def forget_open(self) -> None:
-        """Expect no more results."""
-        for request_id, future in list(self._futures.items()):
-            if future.answer is None:
-                self._drop(request_id)
-                future.done.set()
+    def forget_open(self) -> int:
+        """Expect no more results, and return how many were expected."""
+        forgotten = [request_id for request_id, future in self._futures.items() if future.answer is None]
+        for request_id in forgotten:
+            self._futures.pop(request_id).done.set()
+        return len(forgotten)
 
     def release(self, prefix: str) -> None:
         """Keep results only as long as if their client, whose requests begin with a prefix, had them all."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 NAME = "rl-service"
 KEY_PREFIX = "tml-"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+LAST_POLLS_S = 1.0
+"""Time for clients that are between two polls to learn that the service stops."""
 USAGE = """usage: rl-service serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]
 
   serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]
@@ -116,7 +118,8 @@ async def running(settings: "ServiceSettings") -> AsyncIterator[str]:
         await service.start()
         yield f"http://{server.host}:{await listener.start()}"
     finally:
-        service.stop()
+        if service.stop():
+            await asyncio.sleep(LAST_POLLS_S)
         await listener.close()
         await service.close()
 

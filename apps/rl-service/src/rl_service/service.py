@@ -89,10 +89,14 @@ class TrainingService:
         await self._engine.start(self._models / BASE)
         self._begin(self._work())
 
-    def stop(self) -> None:
-        """Answer all clients that wait: training clients with what is lost, others that they may ask again."""
+    def stop(self) -> int:
+        """Answer clients that wait: training clients with what is lost, others that they may ask again.
+
+        Returns:
+            How many results they waited for.
+        """
         self.clients.lose_all("the server was stopped")
-        self.futures.forget_open()
+        return self.futures.forget_open()
 
     async def close(self) -> None:
         """Stop; a running request of the learner finishes."""
