@@ -221,6 +221,11 @@ class Clients:
             if client.entry.session_id == session_id and client.lost is None:
                 yield client
 
+    def lose_all(self, why: str) -> None:
+        """Note that the weights of all training clients are no longer in memory."""
+        for client in self.training.values():
+            client.lost = client.lost or f"{why} after its step {client.step}"
+
     def _note(self, entry: Entry) -> None:
         with self._lock:
             self._journal.write(msgspec.json.encode(entry) + b"\n")
@@ -241,9 +246,7 @@ class Clients:
                 raise DataError(f"{file}, line {number} is damaged: {error}. Restore it, or move the folder.") from None
         if torn:
             file.write_bytes(complete + b"\n" if complete else b"")
-        for client in self.training.values():
-            if client.lost is None:
-                client.lost = f"the server was restarted after its step {client.step}"
+        self.lose_all("the server was restarted")
 
     def _apply(self, entry: Entry) -> None:
         match entry:

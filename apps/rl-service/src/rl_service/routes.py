@@ -59,7 +59,7 @@ class Routes:
             "/create_sampling_session": of(requests.CreateSamplingSession, service.create_sampling_session),
             "/asample": of(requests.Sample, service.sample),
             "/retrieve_future": self._retrieve,
-            "/cancel_future": self._cancel,
+            "/cancel_future": of(requests.CancelFuture, service.cancel),
             "/weights_info": of(requests.WeightsPath, self._weights_info),
             "/telemetry": self._telemetry,
         }
@@ -142,10 +142,6 @@ class Routes:
         if answer is None:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
         return Response(answer.content, media_type=answer.media_type)
-
-    async def _cancel(self, request: HttpRequest) -> Response:
-        await self._service.cancel(await self._read(request, requests.CancelFuture))
-        return JSONResponse({})
 
     async def _telemetry(self, request: HttpRequest) -> Response:
         """Accept and drop a client's telemetry."""

@@ -41,7 +41,7 @@ class TrainingRequests:
     ) -> None:
         """Use a learner, and what the service knows of its clients."""
         self._settings, self._learner, self._clients, self._checkpoints = settings, learner, clients, checkpoints
-        self.inflight: dict[str, str] = {}
+        self.inflight = {one.follows: one.path for one in clients.sampling.values() if one.follows and one.path}
 
     def run(self, client: TrainingClient, request: TrainingRequest) -> Answer:
         """Run a request.
