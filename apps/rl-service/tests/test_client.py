@@ -168,6 +168,26 @@ def test_a_custom_loss_runs_at_the_client(client):
     assert results[0].tolist() == results[1].tolist()
 
 
+def test_a_custom_loss_of_several_targets_sends_compressed_weights(client):
+    torch = pytest.importorskip("torch")
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    targets = torch.arange(6 * 5).reshape(6, 5) % 11
+    data = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
+
+    def custom(data, logprobs):
+        return -(logprobs[0][2, 3] + logprobs[0][5, 1]), {}
+
+    found = [trainer.forward([data], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()]
+    assert found[0].shape == targets.shape
+    for _ in range(2):
+        passed = trainer.forward_backward_custom([data], custom)
+        trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        assert passed.result().metrics["surrogate_loss:sum"] == pytest.approx(passed.result().metrics["loss:sum"])
+        found.append(trainer.forward([data], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch())
+    sums = [float(one[2, 3] + one[5, 1]) for one in found]
+    assert sums[0] < sums[1] < sums[2]
+
+
 def test_a_refused_pass_also_stops_its_step_but_not_the_client(client):
     trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
     passed = trainer.forward_backward([datum()], "stable_reinforce")

@@ -122,7 +122,7 @@ class TrainingRequests:
             if not request.forward_only:
                 client.broken = f"forward_backward {request.seq_id} failed: {error}"
             raise
-        content = write_forward_backward(target_logprobs(logprobs), {"loss:sum": loss})
+        content = write_forward_backward(target_logprobs(request, logprobs), {"loss:sum": loss})
         return Answer(content=content, media_type=PROTOBUF)
 
     def _optim_step(self, client: TrainingClient, request: OptimStep) -> Answer:

@@ -551,7 +551,10 @@ class TransformersModel(TokenScoring, torch.nn.Module):
 
     def _score_by_class(self, hidden: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         logprobs = torch.log_softmax(self._logits(hidden).float() / temperature, -1)
-        return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        if targets.ndim == 1:
+            return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+        return logprobs.gather(-1, targets.clamp_min(0)), entropy
 
     def _top(self, hidden: Tensor, wanted: OutputRequest) -> tuple[Tensor, Tensor]:
         logprobs = torch.log_softmax(self._logits(hidden).float() / wanted.temperature, -1)
