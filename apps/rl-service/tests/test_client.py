@@ -1,7 +1,6 @@
 """Programs written for the tinker client run unchanged, on a real learner and a real engine."""
 
 import asyncio
-import json
 import re
 import threading
 import time
@@ -16,6 +15,10 @@ tinker = pytest.importorskip("tinker", reason="the tinker client is not installe
 
 from tinker import types  # noqa: E402 - after importorskip
 
+from rl_metrics import DEFINITIONS  # noqa: E402
+from rl_metrics.cli import main as rl_metrics  # noqa: E402
+from rl_metrics.health import judge_run  # noqa: E402
+from rl_metrics.run_files import open_run  # noqa: E402
 from rl_rollout.engines import VLLMOptions  # noqa: E402
 from rl_service.main import running  # noqa: E402
 from rl_service.settings import (  # noqa: E402
@@ -110,14 +113,18 @@ def logprobs_of(result):
     return np.asarray(result.loss_fn_outputs[0]["logprobs"].data)
 
 
+def folder_of(settings, trainer):
+    return settings.server.folder / "clients" / trainer.model_id.replace(":", "_")
+
+
 def test_a_program_trains_samples_and_saves(settings, client):
     trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
     assert trainer.get_info().lora_rank == 4
     assert trainer.get_tokenizer().vocab_size > 9
     losses = [step(trainer).metrics["loss:sum"] for _ in range(4)]
     assert losses[3] < 0.5 * losses[0]
-    (metrics,) = (settings.server.folder / "clients").glob(f"{trainer.model_id.partition(':')[0]}*/metrics.jsonl")
-    assert [json.loads(line)["actor/loss"] for line in metrics.read_text().splitlines()] == losses
+    history = open_run(folder_of(settings, trainer)).history
+    assert history.finite("actor/loss").tolist() == losses
     sampler = trainer.save_weights_and_get_sampling_client().result()
     learned = trainer.forward([datum()], "cross_entropy").result()
     served = sampler.compute_logprobs(prompt()).result()
@@ -194,6 +201,58 @@ def test_saved_weights_are_listed_and_removed(server, client):
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.NotFoundError, match="no saved weights at"):
         client.create_sampling_client(model_path=path).result()
+
+
+def test_a_client_has_a_run_folder_that_rl_metrics_reads(settings, server, capsys):
+    folders = []
+    for rate in (1e-2, 1e-3):
+        client = server.client()
+        trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+        for _ in range(6):
+            sampler = trainer.save_weights_and_get_sampling_client().result()
+            sample = sampler.sample(prompt(TOKENS[:3]), 2, types.SamplingParams(max_tokens=4)).result().sequences[0]
+            length = len(sample.tokens)
+            row = types.Datum(
+                model_input=prompt([*TOKENS[:3], *sample.tokens[:-1]]),
+                loss_fn_inputs={
+                    "target_tokens": [*TOKENS[1:3], *sample.tokens],
+                    "logprobs": [0.0, 0.0, *sample.logprobs],
+                    "advantages": [0.0, 0.0, *[1.0] * length],
+                },
+            )
+            step(trainer, row, loss="importance_sampling", learning_rate=rate)
+        folders.append(folder_of(settings, trainer))
+        client.close("success").result()
+    history = open_run(folders[0]).history
+    assert history.steps.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert history.finite("training/rollout_probs_diff_max").max() < 1e-4
+    assert history.finite("service/samples").tolist() == [2.0] * 6
+    assert history.finite("timing_s/forward_backward").min() > 0
+    assert not [name for name in history.values if name not in DEFINITIONS]
+    deadline = time.monotonic() + 60
+    while not open_run(folders[1]).is_finished:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    names = [str(folder) for folder in folders]
+    assert rl_metrics(["report", names[0]]) == 0
+    assert (folders[0] / "report.html").stat().st_size > 10_000
+    rl_metrics(["check", names[0]])
+    told = capsys.readouterr().out
+    assert re.search(r"ok +failed_requests", told)
+    assert re.search(r"ok +engine_mismatch", told)
+    assert rl_metrics(["compare", *names, "--metric", "actor/grad_norm"]) == 0
+    assert "actor/grad_norm" in capsys.readouterr().out
+
+
+def test_failed_requests_are_a_finding_of_their_client(settings, client):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    step(trainer)
+    for _ in range(2):
+        with pytest.raises(tinker.RequestFailedError, match="is not published"):
+            trainer.forward_backward([datum()], "stable_reinforce").result()
+    (finding,) = judge_run(open_run(folder_of(settings, trainer))).findings
+    assert (finding.rule, finding.since_step) == ("failed_requests", 1)
+    assert "'stable_reinforce' is not published" in finding.evidence[-1].text
 
 
 def test_two_clients_at_once_get_what_each_would_get_alone(server):

@@ -93,7 +93,6 @@ class TrainingClient:
     Attributes:
         entry: Its entry in the journal.
         step: Its optimizer steps.
-        loss: Loss of its gradients that wait for a step.
         broken: Why its gradients are incomplete; None if they are not.
         lost: Why its weights are no longer in memory; None if they are.
         seen_at: Unix time of its last request.
@@ -101,7 +100,6 @@ class TrainingClient:
 
     entry: Training
     step: int = 0
-    loss: float = 0.0
     broken: str | None = None
     lost: str | None = None
     seen_at: float = field(default_factory=time.time)
