@@ -1,9 +1,14 @@
 """Programs written for the tinker client run unchanged, on a real learner and a real engine."""
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -253,6 +258,49 @@ def test_failed_requests_are_a_finding_of_their_client(settings, client):
     (finding,) = judge_run(open_run(folder_of(settings, trainer))).findings
     assert (finding.rule, finding.since_step) == ("failed_requests", 1)
     assert "'stable_reinforce' is not published" in finding.evidence[-1].text
+
+
+def test_weights_are_downloaded_in_peft_format_and_only_with_a_signed_address(server, settings, client, tmp_path):
+    peft, transformers, torch = (pytest.importorskip(name) for name in ("peft", "transformers", "torch"))
+    trainer = client.create_lora_training_client(base_model=NAME, rank=2, train_mlp=False).result()
+    step(trainer)
+    learned = logprobs_of(trainer.forward([datum()], "cross_entropy").result())
+    path = trainer.save_weights_external("best", ttl_seconds=3600).result().path
+    rest = tinker.RestClient(base_url=server.address, api_key=client.holder._api_key)
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    newest = rest.list_user_checkpoints(limit=1).result().checkpoints[0]
+    assert (newest.tinker_path, newest.checkpoint_type, newest.expires_at) == (path, "external", None)
+    assert trainer.model_id in [one.training_run_id for one in rest.list_training_runs().result().training_runs]
+    urls = rest.get_external_weights_urls(path).result().urls
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
+    for name, url in urls.items():
+        urllib.request.urlretrieve(url, tmp_path / name)
+    base = transformers.AutoModelForCausalLM.from_pretrained(settings.policy.path)
+    model = peft.PeftModel.from_pretrained(base, tmp_path)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
+    np.testing.assert_allclose(logprobs[range(len(TOKENS) - 1), TOKENS[1:]].numpy(), learned, atol=1e-5)
+    url = urls["adapter_config.json"]
+    expires, signature = (url.index(one) for one in ("expires=", "signature="))
+    other = url.replace("adapter_config.json", "..%2F..%2Fsaved.json")
+    for bad in (url[:-4] + "0000", url[:expires] + "expires=9999999999&" + url[signature:], other):
+        with pytest.raises(urllib.error.HTTPError, match=r"401|404"):
+            urllib.request.urlopen(bad)
+    sampler = trainer.save_weights_for_sampler("sampled").result().path
+    with pytest.raises(tinker.NotFoundError):
+        rest.get_external_weights_urls(path.replace("best", "worst")).result()
+    with pytest.raises(ValueError, match="only accepts external"):
+        rest.get_external_weights_urls(sampler).result()
+
+
+def test_the_command_of_the_client_downloads(server, client, tmp_path):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    path = trainer.save_state("state").result().path
+    command = [sys.executable, "-m", "tinker.cli", "checkpoint", "download", path, "--output", str(tmp_path)]
+    env = {**os.environ, "TINKER_BASE_URL": server.address, "TINKER_API_KEY": client.holder._api_key}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [*tmp_path.glob("*/adapter_model.safetensors")]
 
 
 def test_two_clients_at_once_get_what_each_would_get_alone(server):

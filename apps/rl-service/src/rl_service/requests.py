@@ -109,6 +109,21 @@ class SaveWeightsForSampler(Ordered):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveWeightsExternal(Ordered):
+    """Saves weights to download, under a name; encrypted for recipients of age, if there are some."""
+
+    path: str
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class TimeToLive(Request):
+    """Sets how long saved weights are kept; None is forever."""
+
+    ttl_seconds: int | None = None
+
+
 class LoadWeights(Request):
     """Loads saved weights into a training client: an existing one, or a new one of a session."""
 

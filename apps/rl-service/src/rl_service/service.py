@@ -36,6 +36,7 @@ from rl_service.requests import (
     OptimStep,
     Sample,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
 )
 from rl_service.sampling import EngineTurns, Sampler
@@ -153,7 +154,10 @@ class TrainingService:
         return self._submit(self.clients.trains(request.model_id), request.seq_id, request)
 
     def train(
-        self, request: ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler, *, num_bytes: int = 0
+        self,
+        request: ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal,
+        *,
+        num_bytes: int = 0,
     ) -> Body:
         """Let a request of a training client wait for its turn."""
         return self._submit(self.clients.trains(request.model_id), request.seq_id, request, num_bytes=num_bytes)

@@ -1,7 +1,10 @@
 """What the requests of training clients do. All of it runs on the learner's thread."""
 
+import shutil
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from rl_core.errors import SettingsError
 from rl_distill import AdamOptions
@@ -10,6 +13,7 @@ from rl_rollout.gateway import RefusedError, refused_field
 from rl_service.backend import LearnerBackend
 from rl_service.checkpoints import Checkpoints, Saved, expiry, weights_path
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id
+from rl_service.encryption import encrypt_files
 from rl_service.futures import Answer
 from rl_service.losses import ForwardBackward, batch_of, loss_of, target_logprobs
 from rl_service.records import ClientRecord
@@ -20,12 +24,14 @@ from rl_service.requests import (
     OptimizerConfig,
     OptimStep,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
 )
 from rl_service.settings import ServiceSettings
 from rl_service.wire import PROTOBUF, write_forward_backward
 
-TrainingRequest = CreateModel | LoadWeights | ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler
+Save = SaveWeights | SaveWeightsForSampler | SaveWeightsExternal
+TrainingRequest = CreateModel | LoadWeights | ForwardBackward | OptimStep | Save
 UNJUDGED = ["grad_norm", "policy_loss", "loss_jump"]
 """Health rules of trainers that do not hold here: a sum over tokens and its gradient grow with the batch."""
 
@@ -74,6 +80,8 @@ class TrainingRequests:
                     return self._save(client, request)
                 case SaveWeightsForSampler():
                     return self._save_for_sampler(client, request)
+                case SaveWeightsExternal():
+                    return self._save_external(client, request)
                 case LoadWeights():
                     return self._load(client, request)
         except Exception as error:
@@ -197,14 +205,35 @@ class TrainingRequests:
         path = weights_path(client.model_id, "weights", request.path or f"step-{client.step}")
         self._checkpoints.check_free(path, overwrite=request.overwrite)
         learner = self._learner.of(client.model_id)
-        self._checkpoints.save(_record(client, path, request), lambda folder: learner.save(folder).wait())
+        self._keep(client, path, request, lambda folder: learner.save(folder).wait())
         return Answer.of(path=path, type="save_weights")
+
+    def _save_external(self, client: TrainingClient, request: SaveWeightsExternal) -> Answer:
+        """Save an adapter in peft's format, or all weights as a Hugging Face folder."""
+        path = weights_path(client.model_id, "external_weights", request.path)
+        self._checkpoints.check_free(path, overwrite=False)
+        learner, recipients = self._learner.of(client.model_id), request.age_encryption_recipients
+
+        def write(folder: Path) -> None:
+            learner.save(folder).wait()
+            shutil.rmtree(folder / "state")
+            if recipients:
+                encrypt_files([file for file in folder.glob("*/*") if file.is_file()], recipients)
+
+        saved = self._keep(client, path, request, write)
+        return Answer.of(path=path, size_bytes=saved.size_bytes, type="save_weights_external")
+
+    def _keep(self, client: TrainingClient, path: str, request: Save, write: Callable[[Path], None]) -> Saved:
+        """Write weights, and remove those that have expired or were replaced."""
+        saved = self._checkpoints.save(_record(client, path, request), write)
+        self._checkpoints.sweep(kept_snapshots=self._settings.limits.kept_snapshots)
+        return saved
 
     def _save_for_sampler(self, client: TrainingClient, request: SaveWeightsForSampler) -> Answer:
         entry, number = client.entry, request.sampling_session_seq_id
         path = weights_path(client.model_id, "sampler_weights", request.path or f"snapshot-{request.seq_id}")
         self._checkpoints.check_free(path, overwrite=False)
-        self._checkpoints.save(_record(client, path, request), partial(self._learner.save_sampler, client.model_id))
+        self._keep(client, path, request, partial(self._learner.save_sampler, client.model_id))
         self.records[client.model_id].served()
         if request.path is not None:
             return Answer.of(path=path, type="save_weights_for_sampler")
@@ -221,7 +250,6 @@ class TrainingRequests:
             follows=client.model_id if is_inflight else None,
         )
         self._clients.open_sampling(sampling)
-        self._checkpoints.sweep(kept_snapshots=self._settings.limits.kept_snapshots)
         return Answer.of(sampling_session_id=sampling.sampler_id, type="save_weights_for_sampler")
 
     def _load(self, client: TrainingClient, request: LoadWeights) -> Answer:
@@ -239,7 +267,7 @@ class TrainingRequests:
         return Answer.of(path=request.path, model_id=client.model_id, type="load_weights")
 
 
-def _record(client: TrainingClient, path: str, request: SaveWeights | SaveWeightsForSampler) -> Saved:
+def _record(client: TrainingClient, path: str, request: Save) -> Saved:
     return Saved(
         path=path,
         base_model=client.entry.base_model,
