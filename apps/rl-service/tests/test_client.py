@@ -303,6 +303,49 @@ def test_the_command_of_the_client_downloads(server, client, tmp_path):
     assert [*tmp_path.glob("*/adapter_model.safetensors")]
 
 
+def test_hostile_bodies_are_refused_and_the_service_goes_on(server, client):
+    zstandard, messages = pytest.importorskip("zstandard"), tinker.proto.tinker_public_pb2
+    key, wire = client.holder._api_key, "application/x-protobuf"
+
+    def sent(path, content, **headers):
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(f"{server.address}/api/v1/{path}", content, {"X-API-Key": key, **headers})
+        try:
+            return urllib.request.urlopen(request, timeout=60).status, ""
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    bomb = zstandard.ZstdCompressor().compress(bytes(200 << 20))
+    rows = messages.ForwardBackwardRequest(model_id="nobody", data=[messages.Datum()] * 20_000).SerializeToString()
+    for path, content, headers, status, told in (
+        ("forward_backward", bomb, {"content_encoding": "zstd", "content_type": wire}, 413, "at most 67108864 bytes"),
+        ("forward_backward", b"\xff" * 99, {"content_type": wire}, 400, "not a ForwardBackwardRequest"),
+        ("forward_backward", rows, {"content_type": wire}, 404, "no training client 'nobody'"),
+        ("create_session", b"[" * 100_000, {}, 400, "not a CreateSession"),
+        ("create_session", b'{"user_metadata": {"a": "%s"}}' % bytes(b"x" * (2 << 20)), {}, 413, "at most 1048576"),
+        ("create_session", b'{"unknown": 1}', {}, 400, "unknown field `unknown`"),
+        ("asample", b"{", {}, 400, "not a Sample"),
+        (
+            "weights_info",
+            b'{"tinker_path": "tinker://../../etc/passwd"}',
+            {},
+            400,
+            "path must be tinker://RUN/KIND/NAME",
+        ),
+        ("create_session", b"{}", {"X-API-Key": "tml-wrong"}, 401, "Set TINKER_API_KEY"),
+        ("downloads/a/external_weights/b/c", None, {}, 401, "has expired"),
+        ("training_runs?limit=-1", None, {}, 400, "limit and offset must be numbers"),
+        ("nothing", b"", {}, 404, "does not have POST /api/v1/nothing"),
+    ):
+        assert sent(path, content, **headers)[0] == status, path
+        assert told in sent(path, content, **headers)[1]
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    many = messages.ForwardBackwardRequest(model_id=trainer.model_id, seq_id=1, data=[messages.Datum()] * 20_000)
+    assert sent("forward_backward", many.SerializeToString(), content_type=wire)[0] == 200
+    with pytest.raises(tinker.RequestFailedError, match=r"data must be at most 16384; found '20000 rows'"):
+        trainer.forward([datum()], "cross_entropy").result()  # it has the same place in the client's order
+
+
 def test_two_clients_at_once_get_what_each_would_get_alone(server):
     def trained(steps, learning_rate, barrier=None):
         client = server.client()

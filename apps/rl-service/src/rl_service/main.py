@@ -86,11 +86,20 @@ async def serve(settings: "ServiceSettings") -> None:
 
 @asynccontextmanager
 async def running(settings: "ServiceSettings") -> AsyncIterator[str]:
-    """Run a service while the context is open; yields its address.
+    """Run a service in its folder while the context is open; yields its address.
 
     Raises:
         RLError: The service cannot be started; the message says what to do.
     """
+    from rl_trainer_parts.run.folder import RunFolder
+
+    with RunFolder(settings.server.folder, setting="server.folder").held():
+        async with _running(settings) as url:
+            yield url
+
+
+@asynccontextmanager
+async def _running(settings: "ServiceSettings") -> AsyncIterator[str]:
     from rl_rollout.gateway import Listener
     from rl_service.routes import Routes
     from rl_service.service import TrainingService

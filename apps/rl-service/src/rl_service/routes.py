@@ -27,6 +27,9 @@ RequestT = TypeVar("RequestT", bound=requests.Request)
 API = "/api/v1"
 CHECKPOINT = "/training_runs/{run}/checkpoints/{segment}/{name}"
 DOWNLOAD_S = 3600
+MAX_JSON_BYTES = 1 << 20
+"""Maximum size of a request without prompts; the journal keeps its metadata."""
+WRONG_KEY = "the service needs its key as X-API-Key. Set TINKER_API_KEY to the text of its file `key`."
 GONE = 410
 """Status of a session that has ended, and of a result that its client may ask for with a new request."""
 
@@ -96,7 +99,7 @@ class Routes:
         async def admitted(request: HttpRequest) -> Response:
             secret = secret_of(request).encode(errors="replace")
             if handler not in (self._health, self._download) and not hmac.compare_digest(self._key.encode(), secret):
-                raise RefusedError("the service needs its key as X-API-Key.", kind="authentication_error")
+                raise RefusedError(WRONG_KEY, kind="authentication_error")
             return await handler(request)
 
         return admitted
@@ -113,8 +116,12 @@ class Routes:
         return decompressed(content, encoding, max_bytes=self._settings.server.max_body_bytes)
 
     async def _read(self, request: HttpRequest, kind: type[RequestT]) -> RequestT:
+        content = await self._content(request) or b"{}"
+        if kind is not requests.Sample and len(content) > MAX_JSON_BYTES:
+            told = f"a {kind.__name__} must have at most {MAX_JSON_BYTES} bytes; found {len(content)}."
+            raise RefusedError(told, kind="request_too_large")
         try:
-            return msgspec.json.decode(await self._content(request) or b"{}", type=kind)
+            return msgspec.json.decode(content, type=kind)
         except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise RefusedError(f"the body is not a {kind.__name__}: {error}.") from None
 

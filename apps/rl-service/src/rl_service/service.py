@@ -111,6 +111,9 @@ class TrainingService:
 
     def create_session(self, request: CreateSession) -> Body:
         """Open a session."""
+        if self.clients.num_open >= self._limits.max_sessions:
+            most = f"limits.max_sessions = {self._limits.max_sessions}"
+            raise RefusedError(f"there are {most} open already. Finish some.", kind="rate_limit_error")
         session = self.clients.open_session(user_metadata=request.user_metadata, display_name=request.display_name)
         return {"session_id": session.session_id, "info_message": NO_HEAD}
 

@@ -75,6 +75,7 @@ class ClientLimits:
     """What each client may use.
 
     Attributes:
+        max_sessions: Maximum number of open sessions; each program has one.
         max_training_clients: Maximum number of training clients whose weights are in memory.
         max_waiting: Maximum number of waiting requests of a training or sampling client.
         max_waiting_tokens: Maximum number of tokens of these requests.
@@ -87,6 +88,7 @@ class ClientLimits:
         lapse_s: Seconds without a sign of life after which a session's training clients are saved and unloaded.
     """
 
+    max_sessions: PositiveInt = 1024
     max_training_clients: PositiveInt = 16
     max_waiting: PositiveInt = 4096
     max_waiting_tokens: PositiveInt = 1 << 24
