@@ -421,6 +421,13 @@ def test_all_weights_train_for_one_client_at_a_time(settings, tmp_path):
     sampler = trainer.save_weights_and_get_sampling_client().result()
     for served, wanted in ((sampler, after), (base, before)):
         np.testing.assert_allclose(served.compute_logprobs(prompt()).result()[1:], logprobs_of(wanted), atol=1e-4)
+    path, download = trainer.save_state("state").result().path, trainer.save_weights_external("all").result().path
+    step(trainer, learning_rate=1e-3)
+    trainer.load_state_with_optimizer(path).result()
+    again = trainer.forward([datum()], "cross_entropy").result()
+    assert logprobs_of(again).tolist() == logprobs_of(after).tolist()
+    rest = tinker.RestClient(base_url=server.address, api_key=client.holder._api_key)
+    assert {"config.json", "model.safetensors"} <= rest.get_external_weights_urls(download).result().urls.keys()
     with pytest.raises(tinker.RequestFailedError, match="trains all weights, so nobody else can"):
         client.create_lora_training_client(base_model=NAME, rank=32).result()
     client.close("success").result()

@@ -27,6 +27,15 @@ def test_help_explains_the_settings(capsys):
         (["serve", "--policy=m", "--server.prt=1"], "unknown setting 'server.prt' .* Did you mean 'server.port'"),
         (["serve", "--lora.max_rank=4"], "policy.path: required"),
         (["serve", "--policy", "m", "--lora.max_rank=-1"], "lora.max_rank must be at least 0; found -1"),
+        (
+            ["serve", "--policy", "m", "--lora.max_rank=0", "--lora.alpha=8"],
+            "lora.alpha has no effect, because lora.max",
+        ),
+        (
+            ["serve", "--policy", "m", "--engine.name=transformers", "--vllm.block_size=8"],
+            "vllm.block_size has no effect",
+        ),
+        (["serve", "--policy", "m", "--vllm.max_lora_rank=3"], "because lora.max_rank decides. Leave it out"),
         (["train"], "unknown command 'train'; known: serve"),
     ],
 )

@@ -56,10 +56,11 @@ def _explain(words: list[str]) -> int:
 
 def _serve(words: list[str]) -> int:
     """`serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]`."""
-    from rl_service.settings import ServiceSettings
+    from rl_service.settings import ServiceSettings, check_unused
 
     words = [f"--policy.path{word.removeprefix('--policy')}" if _is_policy(word) else word for word in words]
     settings = cast("ServiceSettings", read_settings(words, cast("Any", ServiceSettings), command=f"{NAME} serve"))
+    check_unused(settings)
     asyncio.run(serve(settings))
     return 0
 
