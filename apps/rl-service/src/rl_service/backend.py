@@ -130,7 +130,11 @@ class LearnerBackend:
         if not most:
             return self._create_full(model_id)
         if lora is None or not 1 <= lora.rank <= most:
-            raise RefusedError(f"lora_config.rank must be 1 to lora.max_rank = {most}; found {lora and lora.rank}.")
+            found = lora and lora.rank
+            raise RefusedError(
+                f"lora_config.rank must be 1 to lora.max_rank = {most}; found {found}. Ask for a lower one, or "
+                "start the service with a higher lora.max_rank."
+            )
         frozen = [*(() if lora.train_mlp else MLP), *(() if lora.train_attn else ATTENTION)]
         self._learner.add_adapter(model_id, seed=lora.seed, rank=lora.rank, frozen=frozen)
         return lora.rank

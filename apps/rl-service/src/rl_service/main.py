@@ -59,10 +59,11 @@ def _explain(words: list[str]) -> int:
 
 def _serve(words: list[str]) -> int:
     """`serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]`."""
-    from rl_service.settings import ServiceSettings
+    from rl_service.settings import ServiceSettings, check_unused
 
     words = [f"--policy.path{word.removeprefix('--policy')}" if _is_policy(word) else word for word in words]
     settings = cast("ServiceSettings", read_settings(words, cast("Any", ServiceSettings), command=f"{NAME} serve"))
+    check_unused(settings)
     asyncio.run(serve(settings))
     return 0
 
@@ -96,11 +97,20 @@ async def serve(settings: "ServiceSettings") -> None:
 
 @asynccontextmanager
 async def running(settings: "ServiceSettings") -> AsyncIterator[str]:
-    """Run a service while the context is open; yields its address.
+    """Run a service in its folder while the context is open; yields its address.
 
     Raises:
         RLError: The service cannot be started; the message says what to do.
     """
+    from rl_trainer_parts.run.folder import RunFolder
+
+    with RunFolder(settings.server.folder, setting="server.folder").held():
+        async with _running(settings) as url:
+            yield url
+
+
+@asynccontextmanager
+async def _running(settings: "ServiceSettings") -> AsyncIterator[str]:
     from rl_rollout.gateway import Listener
     from rl_service.routes import Routes
     from rl_service.service import TrainingService
