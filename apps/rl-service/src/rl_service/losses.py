@@ -170,12 +170,11 @@ def target_logprobs(request: ForwardBackward, logprobs: Ragged) -> list[FloatArr
 def loss_of(objective: Objective, batch: Batch, logprobs: Ragged) -> float:
     """Return the loss of rows whose logprobs are known."""
     ids = batch.ragged("input_ids")
-    columns = {name: torch.from_numpy(np.array(batch.ragged(name).values)) for name in batch.names - {"input_ids"}}
     rows = MicroBatch(
-        input_ids=torch.from_numpy(ids.values.astype(np.int64)),
+        input_ids=batch.tensor("input_ids").long(),
         position_ids=torch.cat([torch.arange(length) for length in ids.lengths.tolist()]),
-        offsets=torch.from_numpy(np.array(ids.offsets)),
-        columns=columns,
+        offsets=torch.tensor(ids.offsets),
+        columns={name: batch.tensor(name) for name in batch.names - {"input_ids"}},
     )
     with torch.no_grad():
         return float(objective(torch.from_numpy(np.array(logprobs.values)), None, rows)[0])
