@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
 import tiny_run
@@ -295,7 +297,7 @@ def test_weights_are_downloaded_in_peft_format_and_only_with_a_signed_address(se
     assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
     for name, url in urls.items():
         urllib.request.urlretrieve(url, tmp_path / name)
-    base = transformers.AutoModelForCausalLM.from_pretrained(settings.policy.path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(settings.policy.path, trust_remote_code=False)
     model = peft.PeftModel.from_pretrained(base, tmp_path)
     with torch.no_grad():
         logprobs = model(torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
@@ -426,6 +428,40 @@ def test_a_client_without_a_sign_of_life_is_saved_and_unloaded(settings, tmp_pat
     with pytest.raises(tinker.BadRequestError, match=f"no sign of life .* Its last saved state is {path}"):
         trainer.forward([datum()], "cross_entropy").result()
     server.close()
+
+
+def test_samples_end_with_their_session_or_when_their_client_cancels_them(server):
+    client = server.client()
+    client.create_sampling_client(base_model=NAME).compute_logprobs(prompt()).result()
+    session, key = client.holder._session_id, client.holder._api_key
+
+    def post(route, **body):
+        found = httpx.post(f"{server.address}/api/v1/{route}", json=body, headers={"X-API-Key": key}, timeout=60)
+        assert found.status_code == 200
+        return found.json()
+
+    def asked(number):
+        chunks = [{"type": "encoded_text", "tokens": [3]}]
+        params = {"max_tokens": 60, "stop": [0]}
+        more = {"prompt": {"chunks": chunks}, "sampling_params": params, "num_samples": 1024}
+        return post("asample", sampling_session_id=f"{session}:sample:0", seq_id=900 + number, **more)["request_id"]
+
+    cancelled, running = asked(0), asked(1)
+    post("cancel_future", request_id=cancelled)
+    post(f"sessions/{session}/finish", reason={"type": "done"})
+    told = [post("retrieve_future", request_id=one)["error"] for one in (cancelled, running)]
+    assert told[0] == "the request was aborted: its client cancelled it."
+    assert told[1] == "the request was aborted: its session has ended, because its client finished it (done)."
+
+
+def test_a_client_that_disconnects_in_the_middle_of_a_request_costs_nothing(server, client, caplog):
+    address = server.address.removeprefix("http://").split(":")
+    head = f"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: {client.holder._api_key}\r\n"
+    for body in ("Content-Length: 1000\r\n\r\n{", 'Content-Length: 26\r\n\r\n{"sdk_version": "0.38.0"}  '):
+        with socket.create_connection((address[0], int(address[1])), timeout=60) as connection:
+            connection.sendall((head + body).encode())
+    assert client.create_sampling_client(base_model=NAME).compute_logprobs(prompt()).result()
+    assert not [one for one in caplog.records if one.name.startswith(("uvicorn", "asyncio"))]
 
 
 def test_all_weights_train_for_one_client_at_a_time(settings, tmp_path):
