@@ -1,6 +1,7 @@
 """Programs written for the tinker client run unchanged, on a real learner and a real engine."""
 
 import asyncio
+import importlib.util
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -366,6 +368,17 @@ def test_hostile_bodies_are_refused_and_the_service_goes_on(server, client):
     assert sent("forward_backward", many.SerializeToString(), content_type=wire)[0] == 200
     with pytest.raises(tinker.RequestFailedError, match=r"data must be at most 16384; found '20000 rows'"):
         trainer.forward([datum()], "cross_entropy").result()  # it has the same place in the client's order
+
+
+def test_the_example_trains_and_samples(server, client, monkeypatch, capsys):
+    file = Path(__file__).parents[3] / "examples" / "service" / "train.py"
+    spec = importlib.util.spec_from_file_location("service_example", file)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setenv("TINKER_BASE_URL", server.address)
+    monkeypatch.setenv("TINKER_API_KEY", client.holder._api_key)
+    assert len(example.main(["--supervised-steps=2", "--rl-steps=2", "--rank=4"])) == 2
+    assert "weights to sample from: tinker://" in capsys.readouterr().out
 
 
 def test_two_clients_at_once_get_what_each_would_get_alone(server):

@@ -32,8 +32,9 @@ from rl_service.wire import PROTOBUF, write_forward_backward
 
 Save = SaveWeights | SaveWeightsForSampler | SaveWeightsExternal
 TrainingRequest = CreateModel | LoadWeights | ForwardBackward | OptimStep | Save
-UNJUDGED = ["grad_norm", "policy_loss", "loss_jump"]
-"""Health rules of trainers that do not hold here: a sum over tokens and its gradient grow with the batch."""
+UNJUDGED = ["grad_norm", "grad_jump", "policy_loss", "loss_jump", "step_time_jump"]
+"""Health rules of trainers that do not hold here: sums over tokens grow with the batch, which may change at each step,
+and the time between steps is the client's own."""
 
 
 class TrainingRequests:
