@@ -56,7 +56,7 @@ def test_what_a_killed_server_left_unfinished_is_removed(tmp_path):
     ["tinker://a/weights", "tinker://a/other/b", "tinker://../weights/b", "tinker://a/weights/..", "/etc/passwd"],
 )
 def test_a_path_leads_nowhere_else(path):
-    with pytest.raises(RefusedError, match="path must be tinker://RUN/weights/NAME"):
+    with pytest.raises(RefusedError, match="path must be tinker://RUN/KIND/NAME"):
         split_path(path)
     with pytest.raises(RefusedError, match="path must be a name"):
         weights_path("a", "weights", "../b")

@@ -1,13 +1,21 @@
 """Programs written for the tinker client run unchanged, on a real learner and a real engine."""
 
 import asyncio
-import json
+import importlib.util
+import os
 import re
+import socket
+import subprocess
+import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tiny_run
@@ -16,6 +24,10 @@ tinker = pytest.importorskip("tinker", reason="the tinker client is not installe
 
 from tinker import types  # noqa: E402 - after importorskip
 
+from rl_metrics import DEFINITIONS  # noqa: E402
+from rl_metrics.cli import main as rl_metrics  # noqa: E402
+from rl_metrics.health import judge_run  # noqa: E402
+from rl_metrics.run_files import open_run  # noqa: E402
 from rl_rollout.engines import VLLMOptions  # noqa: E402
 from rl_service.main import running  # noqa: E402
 from rl_service.settings import (  # noqa: E402
@@ -110,14 +122,18 @@ def logprobs_of(result):
     return np.asarray(result.loss_fn_outputs[0]["logprobs"].data)
 
 
+def folder_of(settings, trainer):
+    return settings.server.folder / "clients" / trainer.model_id.replace(":", "_")
+
+
 def test_a_program_trains_samples_and_saves(settings, client):
     trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
     assert trainer.get_info().lora_rank == 4
     assert trainer.get_tokenizer().vocab_size > 9
     losses = [step(trainer).metrics["loss:sum"] for _ in range(4)]
     assert losses[3] < 0.5 * losses[0]
-    (metrics,) = (settings.server.folder / "clients").glob(f"{trainer.model_id.partition(':')[0]}*/metrics.jsonl")
-    assert [json.loads(line)["actor/loss"] for line in metrics.read_text().splitlines()] == losses
+    history = open_run(folder_of(settings, trainer)).history
+    assert history.finite("actor/loss").tolist() == losses
     sampler = trainer.save_weights_and_get_sampling_client().result()
     learned = trainer.forward([datum()], "cross_entropy").result()
     served = sampler.compute_logprobs(prompt()).result()
@@ -216,6 +232,155 @@ def test_saved_weights_are_listed_and_removed(server, client):
         client.create_sampling_client(model_path=path).result()
 
 
+def test_a_client_has_a_run_folder_that_rl_metrics_reads(settings, server, capsys):
+    folders = []
+    for rate in (1e-2, 1e-3):
+        client = server.client()
+        trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+        for _ in range(6):
+            sampler = trainer.save_weights_and_get_sampling_client().result()
+            sample = sampler.sample(prompt(TOKENS[:3]), 2, types.SamplingParams(max_tokens=4)).result().sequences[0]
+            length = len(sample.tokens)
+            row = types.Datum(
+                model_input=prompt([*TOKENS[:3], *sample.tokens[:-1]]),
+                loss_fn_inputs={
+                    "target_tokens": [*TOKENS[1:3], *sample.tokens],
+                    "logprobs": [0.0, 0.0, *sample.logprobs],
+                    "advantages": [0.0, 0.0, *[1.0] * length],
+                },
+            )
+            step(trainer, row, loss="importance_sampling", learning_rate=rate)
+        folders.append(folder_of(settings, trainer))
+        client.close("success").result()
+    history = open_run(folders[0]).history
+    assert history.steps.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert history.finite("training/rollout_probs_diff_max").max() < 1e-4
+    assert history.finite("service/samples").tolist() == [2.0] * 6
+    assert history.finite("timing_s/forward_backward").min() > 0
+    assert not [name for name in history.values if name not in DEFINITIONS]
+    deadline = time.monotonic() + 60
+    while not open_run(folders[1]).is_finished:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    names = [str(folder) for folder in folders]
+    assert rl_metrics(["report", names[0]]) == 0
+    assert (folders[0] / "report.html").stat().st_size > 10_000
+    rl_metrics(["check", names[0]])
+    told = capsys.readouterr().out
+    assert re.search(r"ok +failed_requests", told)
+    assert re.search(r"ok +engine_mismatch", told)
+    assert rl_metrics(["compare", *names, "--metric", "actor/grad_norm"]) == 0
+    assert "actor/grad_norm" in capsys.readouterr().out
+
+
+def test_failed_requests_are_a_finding_of_their_client(settings, client):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    step(trainer)
+    for _ in range(2):
+        with pytest.raises(tinker.RequestFailedError, match="is not published"):
+            trainer.forward_backward([datum()], "stable_reinforce").result()
+    (finding,) = judge_run(open_run(folder_of(settings, trainer))).findings
+    assert (finding.rule, finding.since_step) == ("failed_requests", 1)
+    assert "'stable_reinforce' is not published" in finding.evidence[-1].text
+
+
+def test_weights_are_downloaded_in_peft_format_and_only_with_a_signed_address(server, settings, client, tmp_path):
+    peft, transformers, torch = (pytest.importorskip(name) for name in ("peft", "transformers", "torch"))
+    trainer = client.create_lora_training_client(base_model=NAME, rank=2, train_mlp=False).result()
+    step(trainer)
+    learned = logprobs_of(trainer.forward([datum()], "cross_entropy").result())
+    path = trainer.save_weights_external("best", ttl_seconds=3600).result().path
+    rest = tinker.RestClient(base_url=server.address, api_key=client.holder._api_key)
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    newest = rest.list_user_checkpoints(limit=1).result().checkpoints[0]
+    assert (newest.tinker_path, newest.checkpoint_type, newest.expires_at) == (path, "external", None)
+    assert trainer.model_id in [one.training_run_id for one in rest.list_training_runs().result().training_runs]
+    urls = rest.get_external_weights_urls(path).result().urls
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
+    for name, url in urls.items():
+        urllib.request.urlretrieve(url, tmp_path / name)
+    base = transformers.AutoModelForCausalLM.from_pretrained(settings.policy.path, trust_remote_code=False)
+    model = peft.PeftModel.from_pretrained(base, tmp_path)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
+    np.testing.assert_allclose(logprobs[range(len(TOKENS) - 1), TOKENS[1:]].numpy(), learned, atol=1e-5)
+    url = urls["adapter_config.json"]
+    expires, signature = (url.index(one) for one in ("expires=", "signature="))
+    other = url.replace("adapter_config.json", "..%2F..%2Fsaved.json")
+    for bad in (url[:-4] + "0000", url[:expires] + "expires=9999999999&" + url[signature:], other):
+        with pytest.raises(urllib.error.HTTPError, match=r"401|404"):
+            urllib.request.urlopen(bad)
+    sampler = trainer.save_weights_for_sampler("sampled").result().path
+    with pytest.raises(tinker.NotFoundError):
+        rest.get_external_weights_urls(path.replace("best", "worst")).result()
+    with pytest.raises(ValueError, match="only accepts external"):
+        rest.get_external_weights_urls(sampler).result()
+
+
+def test_the_command_of_the_client_downloads(server, client, tmp_path):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    path = trainer.save_state("state").result().path
+    command = [sys.executable, "-m", "tinker.cli", "checkpoint", "download", path, "--output", str(tmp_path)]
+    env = {**os.environ, "TINKER_BASE_URL": server.address, "TINKER_API_KEY": client.holder._api_key}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [*tmp_path.glob("*/adapter_model.safetensors")]
+
+
+def test_hostile_bodies_are_refused_and_the_service_goes_on(server, client):
+    zstandard, messages = pytest.importorskip("zstandard"), tinker.proto.tinker_public_pb2
+    key, wire = client.holder._api_key, "application/x-protobuf"
+
+    def sent(path, content, **headers):
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(f"{server.address}/api/v1/{path}", content, {"X-API-Key": key, **headers})
+        try:
+            return urllib.request.urlopen(request, timeout=60).status, ""
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    bomb = zstandard.ZstdCompressor().compress(bytes(200 << 20))
+    rows = messages.ForwardBackwardRequest(model_id="nobody", data=[messages.Datum()] * 20_000).SerializeToString()
+    for path, content, headers, status, told in (
+        ("forward_backward", bomb, {"content_encoding": "zstd", "content_type": wire}, 413, "at most 67108864 bytes"),
+        ("forward_backward", b"\xff" * 99, {"content_type": wire}, 400, "not a ForwardBackwardRequest"),
+        ("forward_backward", rows, {"content_type": wire}, 404, "no training client 'nobody'"),
+        ("create_session", b"[" * 100_000, {}, 400, "not a CreateSession"),
+        ("create_session", b'{"user_metadata": {"a": "%s"}}' % bytes(b"x" * (2 << 20)), {}, 413, "at most 1048576"),
+        ("create_session", b'{"unknown": 1}', {}, 400, "unknown: Extra inputs are not permitted"),
+        ("asample", b"{", {}, 400, "not a Sample"),
+        (
+            "weights_info",
+            b'{"tinker_path": "tinker://../../etc/passwd"}',
+            {},
+            400,
+            "path must be tinker://RUN/KIND/NAME",
+        ),
+        ("create_session", b"{}", {"X-API-Key": "tml-wrong"}, 401, "Set TINKER_API_KEY"),
+        ("downloads/a/external_weights/b/c", None, {}, 401, "has expired"),
+        ("training_runs?limit=-1", None, {}, 400, "limit and offset must be numbers"),
+        ("nothing", b"", {}, 404, "does not have POST /api/v1/nothing"),
+    ):
+        assert sent(path, content, **headers)[0] == status, path
+        assert told in sent(path, content, **headers)[1]
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    many = messages.ForwardBackwardRequest(model_id=trainer.model_id, seq_id=1, data=[messages.Datum()] * 20_000)
+    assert sent("forward_backward", many.SerializeToString(), content_type=wire)[0] == 200
+    with pytest.raises(tinker.RequestFailedError, match=r"data must be at most 16384; found '20000 rows'"):
+        trainer.forward([datum()], "cross_entropy").result()  # it has the same place in the client's order
+
+
+def test_the_example_trains_and_samples(server, client, monkeypatch, capsys):
+    file = Path(__file__).parents[3] / "examples" / "service" / "train.py"
+    spec = importlib.util.spec_from_file_location("service_example", file)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setenv("TINKER_BASE_URL", server.address)
+    monkeypatch.setenv("TINKER_API_KEY", client.holder._api_key)
+    assert len(example.main(["--supervised-steps=2", "--rl-steps=2", "--rank=4"])) == 2
+    assert "weights to sample from: tinker://" in capsys.readouterr().out
+
+
 def test_two_clients_at_once_get_what_each_would_get_alone(server):
     def trained(steps, learning_rate, barrier=None):
         client = server.client()
@@ -278,6 +443,40 @@ def test_a_client_without_a_sign_of_life_is_saved_and_unloaded(settings, tmp_pat
     server.close()
 
 
+def test_samples_end_with_their_session_or_when_their_client_cancels_them(server):
+    client = server.client()
+    client.create_sampling_client(base_model=NAME).compute_logprobs(prompt()).result()
+    session, key = client.holder._session_id, client.holder._api_key
+
+    def post(route, **body):
+        found = httpx.post(f"{server.address}/api/v1/{route}", json=body, headers={"X-API-Key": key}, timeout=60)
+        assert found.status_code == 200
+        return found.json()
+
+    def asked(number):
+        chunks = [{"type": "encoded_text", "tokens": [3]}]
+        params = {"max_tokens": 60, "stop": [0]}
+        more = {"prompt": {"chunks": chunks}, "sampling_params": params, "num_samples": 1024}
+        return post("asample", sampling_session_id=f"{session}:sample:0", seq_id=900 + number, **more)["request_id"]
+
+    cancelled, running = asked(0), asked(1)
+    post("cancel_future", request_id=cancelled)
+    post(f"sessions/{session}/finish", reason={"type": "done"})
+    told = [post("retrieve_future", request_id=one)["error"] for one in (cancelled, running)]
+    assert told[0] == "the request was aborted: its client cancelled it."
+    assert told[1] == "the request was aborted: its session has ended, because its client finished it (done)."
+
+
+def test_a_client_that_disconnects_in_the_middle_of_a_request_costs_nothing(server, client, caplog):
+    address = server.address.removeprefix("http://").split(":")
+    head = f"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: {client.holder._api_key}\r\n"
+    for body in ("Content-Length: 1000\r\n\r\n{", 'Content-Length: 26\r\n\r\n{"sdk_version": "0.38.0"}  '):
+        with socket.create_connection((address[0], int(address[1])), timeout=60) as connection:
+            connection.sendall((head + body).encode())
+    assert client.create_sampling_client(base_model=NAME).compute_logprobs(prompt()).result()
+    assert not [one for one in caplog.records if one.name.startswith(("uvicorn", "asyncio"))]
+
+
 def test_all_weights_train_for_one_client_at_a_time(settings, tmp_path):
     own = {"server": replace(settings.server, folder=tmp_path), "lora": AdapterSettings(max_rank=0)}
     server = Server(settings.model_copy(update=own))
@@ -291,6 +490,13 @@ def test_all_weights_train_for_one_client_at_a_time(settings, tmp_path):
     sampler = trainer.save_weights_and_get_sampling_client().result()
     for served, wanted in ((sampler, after), (base, before)):
         np.testing.assert_allclose(served.compute_logprobs(prompt()).result()[1:], logprobs_of(wanted), atol=1e-4)
+    path, download = trainer.save_state("state").result().path, trainer.save_weights_external("all").result().path
+    step(trainer, learning_rate=1e-3)
+    trainer.load_state_with_optimizer(path).result()
+    again = trainer.forward([datum()], "cross_entropy").result()
+    assert logprobs_of(again).tolist() == logprobs_of(after).tolist()
+    rest = tinker.RestClient(base_url=server.address, api_key=client.holder._api_key)
+    assert {"config.json", "model.safetensors"} <= rest.get_external_weights_urls(download).result().urls.keys()
     with pytest.raises(tinker.RequestFailedError, match="trains all weights, so nobody else can"):
         client.create_lora_training_client(base_model=NAME, rank=32).result()
     client.close("success").result()

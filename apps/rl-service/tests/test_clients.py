@@ -26,6 +26,22 @@ def test_a_restarted_server_knows_its_clients_and_what_they_lost(tmp_path):
         Clients(tmp_path).live_session(session.session_id)
 
 
+def test_a_restart_drops_what_has_ended_from_the_journal(tmp_path):
+    clients = Clients(tmp_path)
+    sessions = [clients.open_session(user_metadata=None, display_name=None).session_id for _ in range(2)]
+    for session_id in sessions:
+        trains = clients.open_training(session_id, 0, base_model="m", rank=4, user_metadata=None)
+        for step in range(50):
+            clients.stepped(trains, step)
+            clients.open_sampling(Sampling(sampler_id=f"{session_id}:{step}", session_id=session_id, base_model="m"))
+    clients.end(sessions[0], "its client finished it")
+    assert clients.num_open == 1
+    again = Clients(tmp_path)
+    assert len((tmp_path / "clients.jsonl").read_text().splitlines()) == 1 + 2 + 2 + 50 + 1
+    assert again.training.keys() == clients.training.keys()
+    assert all(one.step == 49 for one in Clients(tmp_path).training.values())
+
+
 def test_a_damaged_journal_is_refused(tmp_path):
     (tmp_path / "clients.jsonl").write_text('{"type": "Session"}\n')
     with pytest.raises(DataError, match="line 1 is damaged"):

@@ -6,6 +6,7 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_service.main import main, read_key
+from rl_trainer_parts.run.folder import RunFolder
 
 
 def test_help_explains_the_settings(capsys):
@@ -26,12 +27,30 @@ def test_help_explains_the_settings(capsys):
         (["serve", "--policy=m", "--server.prt=1"], "unknown setting 'server.prt' .* Did you mean 'server.port'"),
         (["serve", "--lora.max_rank=4"], "policy.path: required"),
         (["serve", "--policy", "m", "--lora.max_rank=-1"], "lora.max_rank must be at least 0; found -1"),
+        (
+            ["serve", "--policy", "m", "--lora.max_rank=0", "--lora.alpha=8"],
+            "lora.alpha has no effect, because lora.max",
+        ),
+        (
+            ["serve", "--policy", "m", "--engine.name=transformers", "--vllm.block_size=8"],
+            "vllm.block_size has no effect",
+        ),
+        (["serve", "--policy", "m", "--vllm.max_lora_rank=3"], "because lora.max_rank decides. Leave it out"),
         (["train"], "unknown command 'train'; known: serve"),
     ],
 )
 def test_mistakes_are_refused_by_name(words, message, capsys):
     assert main(words) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_folder_has_one_service(tmp_path, capsys):
+    with RunFolder(tmp_path / "service").held():
+        assert main(["serve", "--policy", "m", f"--server.folder={tmp_path / 'service'}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is in use by a live run" in said
+    assert "choose another folder with --server.folder=FOLDER" in said
+    assert (tmp_path / "service").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_key_is_made_once_and_only_for_this_user(tmp_path):

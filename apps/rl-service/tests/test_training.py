@@ -187,7 +187,7 @@ def datum(row, loss):
 def test_losses_and_gradients_are_those_of_the_documentation(name, build, policy):
     loss, formula = name.partition(",")[0], LOSSES[name]
     trained = build(rank=0)
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).double()
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, trust_remote_code=False).double()
     rows = made_rows(model, name, trained.backend.vocab_size)
     targets = [target_logprobs(model, row) for row in rows]
     expected = sum(formula({**row, "target": target}) for row, target in zip(rows, targets, strict=True))
@@ -211,7 +211,7 @@ def test_losses_and_gradients_are_those_of_the_documentation(name, build, policy
 
 def test_logprobs_without_gradients_are_those_of_a_pass(build, policy):
     trained = build(rank=RANK)
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).double()
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, trust_remote_code=False).double()
     rows = made_rows(model, "cross_entropy, soft targets", trained.backend.vocab_size)
     data = [datum(row, "cross_entropy") for row in rows]
     first = trained.forward_backward(*data, forward_only=True)

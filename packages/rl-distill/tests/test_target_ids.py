@@ -49,7 +49,9 @@ def targeted(make_batch: MakeBatch, **options: Any) -> Batch:
 
 def reference(policy: Path, batch: Batch) -> tuple[float, list[Tensor], dict[str, Tensor]]:
     """Return the loss, each row's logprobs of its targets, and the gradients."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).double()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        policy, dtype=torch.float32, trust_remote_code=False
+    ).double()
     rows, loss = [], torch.zeros((), dtype=torch.float64)
     for index, ids in enumerate(batch.ragged("input_ids")):
         targets = torch.from_numpy(batch.ragged("target_ids")[index].astype(np.int64))[1:]

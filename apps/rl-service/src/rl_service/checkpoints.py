@@ -1,9 +1,9 @@
-"""Saved weights by path, `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`, as folders on disk."""
+"""Saved weights by path, such as `tinker://RUN/weights/NAME`, as folders on disk."""
 
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,7 +13,7 @@ from rl_core.errors import DataError
 from rl_core.files import read_record, sync_folder, write_durably
 from rl_rollout.gateway import RefusedError, refused_field
 
-Segment = Literal["weights", "sampler_weights"]
+Segment = Literal["weights", "sampler_weights", "external_weights"]
 RECORD = "saved.json"
 _RUN = re.compile(r"[A-Za-z0-9-]+(:train:\d+)?")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -52,7 +52,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def segment(self) -> Segment:
-        """Whether they train or sample."""
+        """Whether they are to train, to sample or to download."""
         return split_path(self.path)[1]
 
 
@@ -76,7 +76,9 @@ def split_path(path: str) -> tuple[str, Segment, str]:
     run, segment, name = [*path.removeprefix("tinker://").split("/"), "", "", ""][:3]
     is_path = path == f"tinker://{run}/{segment}/{name}" and segment in get_args(Segment)
     if not is_path or not _RUN.fullmatch(run) or not _NAME.fullmatch(name):
-        raise refused_field("path", path, "tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME")
+        raise refused_field(
+            "path", path, f"tinker://RUN/KIND/NAME with one of the kinds {', '.join(get_args(Segment))}"
+        )
     return run, segment, name  # type: ignore[return-value]  # checked above
 
 
@@ -115,6 +117,26 @@ class Checkpoints:
     def folder_of(self, path: str) -> Path:
         """Return the folder of saved weights, which exist; see `find`."""
         return self._place(self.find(path).path)
+
+    def downloads(self, path: str) -> Mapping[str, Path]:
+        """Return the files of weights to download, by name.
+
+        Raises:
+            RefusedError: There are none.
+        """
+        if self.find(path).segment != "external_weights":
+            raise RefusedError(f"{path} cannot be downloaded; use one of save_weights_external.", param="path")
+        return {file.name: file for file in self._place(path).glob("*/*") if file.is_file()}
+
+    def set_expiry(self, path: str, expires_at: float | None) -> None:
+        """Set the Unix time after which weights are removed.
+
+        Raises:
+            RefusedError: There are none.
+        """
+        saved = msgspec.structs.replace(self.find(path), expires_at=expires_at)
+        write_durably(self._place(path) / RECORD, msgspec.json.encode(saved))
+        self._saved[path] = saved
 
     def check_free(self, path: str, *, overwrite: bool) -> None:
         """Check that weights can be saved at a path.

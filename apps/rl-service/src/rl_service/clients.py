@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from rl_core.errors import DataError
+from rl_core.files import write_durably
 from rl_rollout.gateway import RefusedError
 
 
@@ -93,7 +94,6 @@ class TrainingClient:
     Attributes:
         entry: Its entry in the journal.
         step: Its optimizer steps.
-        loss: Loss of its gradients that wait for a step.
         broken: Why its gradients are incomplete; None if they are not.
         lost: Why its weights are no longer in memory; None if they are.
         seen_at: Unix time of its last request.
@@ -101,7 +101,6 @@ class TrainingClient:
 
     entry: Training
     step: int = 0
-    loss: float = 0.0
     broken: str | None = None
     lost: str | None = None
     seen_at: float = field(default_factory=time.time)
@@ -116,7 +115,7 @@ class Clients:
     """All sessions and their clients."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the journal in a folder, if there is one, and continue it.
+        """Read the journal in a folder, if there is one, and continue it without what has ended.
 
         Training clients of the journal are lost, because their weights were in memory.
 
@@ -136,6 +135,11 @@ class Clients:
     def close(self) -> None:
         """Close the journal."""
         self._journal.close()
+
+    @property
+    def num_open(self) -> int:
+        """Number of sessions that have not ended."""
+        return sum(session_id not in self.ended for session_id in self.sessions)
 
     def open_session(self, *, user_metadata: dict[str, Any] | None, display_name: str | None) -> Session:
         """Open a session."""
@@ -221,6 +225,11 @@ class Clients:
             if client.entry.session_id == session_id and client.lost is None:
                 yield client
 
+    def lose_all(self, why: str) -> None:
+        """Note that the weights of all training clients are no longer in memory."""
+        for client in self.training.values():
+            client.lost = client.lost or f"{why} after its step {client.step}"
+
     def _note(self, entry: Entry) -> None:
         with self._lock:
             self._journal.write(msgspec.json.encode(entry) + b"\n")
@@ -233,17 +242,20 @@ class Clients:
         if not file.exists():
             return
         content = file.read_bytes()
-        complete, _, torn = content.rpartition(b"\n")
+        complete = content.rpartition(b"\n")[0]
         for number, line in enumerate(complete.splitlines(), start=1):
             try:
                 self._apply(msgspec.json.decode(line, type=Entry))
             except (msgspec.MsgspecError, KeyError) as error:
                 raise DataError(f"{file}, line {number} is damaged: {error}. Restore it, or move the folder.") from None
-        if torn:
-            file.write_bytes(complete + b"\n" if complete else b"")
-        for client in self.training.values():
-            if client.lost is None:
-                client.lost = f"the server was restarted after its step {client.step}"
+        self.sessions = {name: one for name, one in self.sessions.items() if name not in self.ended}
+        self.sampling = {name: one for name, one in self.sampling.items() if one.session_id not in self.ended}
+        trained = [one.entry for one in self.training.values()]
+        steps = [Progress(model_id=one.model_id, step=one.step) for one in self.training.values()]
+        ended = [Ended(name=name, why=why) for name, why in self.ended.items()]
+        entries: list[Entry] = [*self.sessions.values(), *trained, *steps, *self.sampling.values(), *ended]
+        write_durably(file, b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+        self.lose_all("the server was restarted")
 
     def _apply(self, entry: Entry) -> None:
         match entry:

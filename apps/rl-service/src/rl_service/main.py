@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 NAME = "rl-service"
 KEY_PREFIX = "tml-"
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+LAST_POLLS_S = 1.0
+"""Time for clients that are between two polls to learn that the service stops."""
 USAGE = """usage: rl-service serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]
 
   serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]
@@ -56,10 +59,11 @@ def _explain(words: list[str]) -> int:
 
 def _serve(words: list[str]) -> int:
     """`serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]`."""
-    from rl_service.settings import ServiceSettings
+    from rl_service.settings import ServiceSettings, check_unused
 
     words = [f"--policy.path{word.removeprefix('--policy')}" if _is_policy(word) else word for word in words]
     settings = cast("ServiceSettings", read_settings(words, cast("Any", ServiceSettings), command=f"{NAME} serve"))
+    check_unused(settings)
     asyncio.run(serve(settings))
     return 0
 
@@ -75,8 +79,15 @@ async def serve(settings: "ServiceSettings") -> None:
         RLError: The service cannot be started; the message says what to do.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)  # type: ignore[union-attr]  # a coroutine runs in a task
+
+    def stop() -> None:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL)
+        say("Stopping. A running training request finishes first; Ctrl-C or SIGTERM again ends at once.")
+        task.cancel()  # type: ignore[union-attr]  # a coroutine runs in a task
+
+    for number in STOPPING:
+        loop.add_signal_handler(number, stop)
     with suppress(asyncio.CancelledError):
         async with running(settings) as url:
             say(f"Serving {settings.policy.all_names[0]} at {url}.")
@@ -86,11 +97,20 @@ async def serve(settings: "ServiceSettings") -> None:
 
 @asynccontextmanager
 async def running(settings: "ServiceSettings") -> AsyncIterator[str]:
-    """Run a service while the context is open; yields its address.
+    """Run a service in its folder while the context is open; yields its address.
 
     Raises:
         RLError: The service cannot be started; the message says what to do.
     """
+    from rl_trainer_parts.run.folder import RunFolder
+
+    with RunFolder(settings.server.folder, setting="server.folder").held():
+        async with _running(settings) as url:
+            yield url
+
+
+@asynccontextmanager
+async def _running(settings: "ServiceSettings") -> AsyncIterator[str]:
     from rl_rollout.gateway import Listener
     from rl_service.routes import Routes
     from rl_service.service import TrainingService
@@ -108,6 +128,8 @@ async def running(settings: "ServiceSettings") -> AsyncIterator[str]:
         await service.start()
         yield f"http://{server.host}:{await listener.start()}"
     finally:
+        if service.stop():
+            await asyncio.sleep(LAST_POLLS_S)
         await listener.close()
         await service.close()
 

@@ -29,9 +29,12 @@ OfModel = types.GetInfoRequest
 OptimStep = types.OptimStepRequest
 RetrieveFuture = types.FutureRetrieveRequest
 SaveWeights = types.SaveWeightsRequest
+SaveWeightsExternal = types.SaveWeightsExternalRequest
 SaveWeightsForSampler = types.SaveWeightsForSamplerRequest
 TextChunk = types.EncodedTextChunk
 
+MAX_SHOWN = 5
+"""Number of wrong fields that a refusal names."""
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
@@ -39,6 +42,12 @@ class Own(BaseModel):
     """A request that `tinker` has no type for, or a laxer one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TimeToLive(Own):
+    """Sets how long saved weights are kept; None is forever."""
+
+    ttl_seconds: int | None = None
 
 
 class SamplingParams(types.SamplingParams, Own):
@@ -81,6 +90,5 @@ def read_request(body: bytes, kind: type[RequestT]) -> RequestT:
     try:
         return kind.model_validate_json(body or b"{}")
     except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in wrong["loc"])
-        raise RefusedError(f"the body is not a {kind.__name__}: {where}: {wrong['msg']}.", param=where) from None
+        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)]
+        raise RefusedError(f"the body is not a {kind.__name__}: {'; '.join(wrong[:MAX_SHOWN])}.") from None

@@ -1,6 +1,7 @@
 """The service's HTTP routes."""
 
 import hmac
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -8,19 +9,25 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from rl_core.data import Json
 from rl_rollout.gateway import BodyReader, ErrorsInFormat, RefusedError, secret_of
 from rl_service import requests
-from rl_service.checkpoints import Saved
+from rl_service.checkpoints import Saved, expiry
+from rl_service.clients import TrainingClient
 from rl_service.service import TrainingService
 from rl_service.settings import ServiceSettings
 from rl_service.wire import PROTOBUF, decompressed, read_forward_backward
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 API = "/api/v1"
+CHECKPOINT = "/training_runs/{run}/checkpoints/{segment}/{name}"
+DOWNLOAD_S = 3600
+MAX_JSON_BYTES = 1 << 20
+"""Maximum size of a request without prompts; the journal keeps its metadata."""
+WRONG_KEY = "the service needs its key as X-API-Key. Set TINKER_API_KEY to the text of its file `key`."
 GONE = 410
 """Status of a session that has ended, and of a result that its client may ask for with a new request."""
 
@@ -55,11 +62,12 @@ class Routes:
             "/optim_step": of(requests.OptimStep, service.train),
             "/save_weights": of(requests.SaveWeights, service.train),
             "/save_weights_for_sampler": of(requests.SaveWeightsForSampler, service.train),
+            "/save_weights_external": of(requests.SaveWeightsExternal, service.train),
             "/load_weights": of(requests.LoadWeights, service.load_weights),
             "/create_sampling_session": of(requests.CreateSamplingSession, service.create_sampling_session),
             "/asample": of(requests.Sample, service.sample),
             "/retrieve_future": self._retrieve,
-            "/cancel_future": self._cancel,
+            "/cancel_future": of(requests.CancelFuture, service.cancel),
             "/weights_info": of(requests.WeightsPath, self._weights_info),
             "/telemetry": self._telemetry,
         }
@@ -67,12 +75,16 @@ class Routes:
             "/healthz": self._health,
             "/get_server_capabilities": self._capabilities,
             "/samplers/{id}": self._sampler,
+            "/training_runs": self._runs,
             "/training_runs/{run}": self._run,
             "/training_runs/{run}/checkpoints": self._checkpoints,
+            "/checkpoints": self._checkpoints,
+            CHECKPOINT + "/external_weights_urls": self._downloads,
+            "/downloads/{run}/{segment}/{name}/{file}": self._download,
         }
         table = [("POST", path, handler) for path, handler in posts.items()]
         table += [("GET", path, handler) for path, handler in gets.items()]
-        table += [("DELETE", "/training_runs/{run}/checkpoints/{segment}/{name}", self._delete)]
+        table += [("DELETE", CHECKPOINT, self._delete), ("PUT", CHECKPOINT + "/ttl", self._set_ttl)]
         return Starlette(
             routes=[
                 Route(API + path, ErrorsInFormat("openai", self._admitting(handler)), methods=[method])
@@ -84,8 +96,8 @@ class Routes:
     def _admitting(self, handler: Handler) -> Handler:
         async def admitted(request: HttpRequest) -> Response:
             secret = secret_of(request).encode(errors="replace")
-            if handler != self._health and not hmac.compare_digest(self._key.encode(), secret):
-                raise RefusedError("the service needs its key as X-API-Key.", kind="authentication_error")
+            if handler not in (self._health, self._download) and not hmac.compare_digest(self._key.encode(), secret):
+                raise RefusedError(WRONG_KEY, kind="authentication_error")
             return await handler(request)
 
         return admitted
@@ -102,7 +114,11 @@ class Routes:
         return decompressed(content, encoding, max_bytes=self._settings.server.max_body_bytes)
 
     async def _read(self, request: HttpRequest, kind: type[requests.RequestT]) -> requests.RequestT:
-        return requests.read_request(await self._content(request), kind)
+        content = await self._content(request)
+        if kind is not requests.Sample and len(content) > MAX_JSON_BYTES:
+            told = f"a {kind.__name__} must have at most {MAX_JSON_BYTES} bytes; found {len(content)}."
+            raise RefusedError(told, kind="request_too_large")
+        return requests.read_request(content, kind)
 
     def _client_config(self, _: requests.ClientConfig) -> dict[str, Json]:
         """Switch off what this service lacks; a client sends one part of a training request after the other."""
@@ -143,10 +159,6 @@ class Routes:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
         return Response(answer.content, media_type=answer.media_type)
 
-    async def _cancel(self, request: HttpRequest) -> Response:
-        await self._service.cancel(await self._read(request, requests.CancelFuture))
-        return JSONResponse({})
-
     async def _telemetry(self, request: HttpRequest) -> Response:
         """Accept and drop a client's telemetry."""
         await self._content(request)
@@ -178,15 +190,23 @@ class Routes:
         return info | {"train_unembed": False, "train_mlp": True, "train_attn": True}
 
     async def _checkpoints(self, request: HttpRequest) -> Response:
-        run = request.path_params["run"]
+        run = request.path_params.get("run")
+        if run is None:
+            return _page(request, "checkpoints", [_shown(saved) for saved in reversed([*self._service.checkpoints])])
         return JSONResponse({"checkpoints": [_shown(saved) for saved in self._service.checkpoints if saved.run == run]})
 
     async def _run(self, request: HttpRequest) -> Response:
-        run = request.path_params["run"]
-        client = self._service.clients.trains(run)
+        return JSONResponse(self._shown_run(self._service.clients.trains(request.path_params["run"])))
+
+    async def _runs(self, request: HttpRequest) -> Response:
+        clients = sorted(self._service.clients.training.values(), key=lambda one: one.seen_at, reverse=True)
+        return _page(request, "training_runs", [self._shown_run(client) for client in clients])
+
+    def _shown_run(self, client: TrainingClient) -> dict[str, Any]:
+        run = client.model_id
         saved = [one for one in self._service.checkpoints if one.run == run]
         last = {segment: next((one for one in reversed(saved) if one.segment == segment), None) for segment in SEGMENTS}
-        shown = {
+        return {
             "training_run_id": run,
             "base_model": client.entry.base_model,
             "model_owner": "local",
@@ -198,14 +218,53 @@ class Routes:
             "last_sampler_checkpoint": None if last["sampler_weights"] is None else _shown(last["sampler_weights"]),
             "user_metadata": _texts(client.entry.user_metadata),
         }
-        return JSONResponse(shown)
 
     async def _delete(self, request: HttpRequest) -> Response:
         self._service.checkpoints.remove(_path_of(request))
         return Response(status_code=204)
 
+    async def _set_ttl(self, request: HttpRequest) -> Response:
+        ttl_s = (await self._read(request, requests.TimeToLive)).ttl_seconds
+        self._service.checkpoints.set_expiry(_path_of(request), expiry(ttl_s))
+        return Response(status_code=204)
 
-SEGMENTS = ("weights", "sampler_weights")
+    async def _downloads(self, request: HttpRequest) -> Response:
+        """Return the addresses of weights to download, which need no key until they expire."""
+        expires = int(time.time()) + DOWNLOAD_S
+        path = "{run}/{segment}/{name}".format(**request.path_params)
+        names = [f"{path}/{file}" for file in self._service.checkpoints.downloads(f"tinker://{path}")]
+        base = f"{request.base_url}{API.removeprefix('/')}/downloads"
+        urls = {
+            name.rpartition("/")[2]: f"{base}/{name}?expires={expires}&signature={self._signature(name, expires)}"
+            for name in names
+        }
+        return JSONResponse({"urls": urls, "expires": _time(expires)})
+
+    async def _download(self, request: HttpRequest) -> Response:
+        name = "{run}/{segment}/{name}/{file}".format(**request.path_params)
+        expires, signature = (request.query_params.get(one, "") for one in ("expires", "signature"))
+        is_signed = hmac.compare_digest(self._signature(name, expires).encode(), signature.encode(errors="replace"))
+        if not is_signed or int(expires) < time.time():
+            raise RefusedError("the address has expired, or is not one of this service.", kind="authentication_error")
+        path, _, file = name.rpartition("/")
+        return FileResponse(self._service.checkpoints.downloads(f"tinker://{path}")[file])
+
+    def _signature(self, name: str, expires: int | str) -> str:
+        return hmac.new(self._key.encode(), f"{name} {expires}".encode(errors="replace"), "sha256").hexdigest()
+
+
+SEGMENTS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+"""The client's name for each kind of weights."""
+
+
+def _page(request: HttpRequest, name: str, found: list[dict[str, Any]]) -> Response:
+    """Return a part of a list, as `limit` and `offset` of a request ask."""
+    given = {one: request.query_params.get(one, str(default)) for one, default in (("limit", 20), ("offset", 0))}
+    if not all(text.isascii() and text.isdecimal() and len(text) < 10 for text in given.values()):
+        raise RefusedError(f"limit and offset must be numbers; found {given}.")
+    limit, offset = int(given["limit"]), int(given["offset"])
+    cursor = {"limit": limit, "offset": offset, "total_count": len(found)}
+    return JSONResponse({name: found[offset : offset + limit], "cursor": cursor})
 
 
 def _path_of(request: HttpRequest) -> str:
@@ -216,7 +275,7 @@ def _shown(saved: Saved) -> dict[str, Any]:
     _, _, name = saved.path.rpartition("/")
     return {
         "checkpoint_id": f"{saved.segment}/{name}",
-        "checkpoint_type": "training" if saved.segment == "weights" else "sampler",
+        "checkpoint_type": SEGMENTS[saved.segment],
         "time": _time(saved.saved_at),
         "tinker_path": saved.path,
         "size_bytes": saved.size_bytes,

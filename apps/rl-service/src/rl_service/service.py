@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Coroutine
+from collections import defaultdict
+from collections.abc import Coroutine, Mapping
 from functools import partial
 
 from rl_core.data import Json
@@ -20,7 +20,7 @@ from rl_core.errors import (
 from rl_rollout.engines import GenerateRequest
 from rl_rollout.gateway import FaultLog, RefusedError
 from rl_service.backend import BASE, EngineBackend, LearnerBackend
-from rl_service.checkpoints import Checkpoints
+from rl_service.checkpoints import Checkpoints, split_path
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id, training_id
 from rl_service.futures import Answer, Futures
 from rl_service.losses import ForwardBackward
@@ -36,9 +36,10 @@ from rl_service.requests import (
     OptimStep,
     Sample,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
 )
-from rl_service.sampling import EngineTurns, Sampler
+from rl_service.sampling import EngineSlots, Sampler, Weights
 from rl_service.scheduling import Turns, Work
 from rl_service.settings import ServiceSettings
 from rl_service.training import TrainingRequest, TrainingRequests
@@ -48,6 +49,8 @@ Body = dict[str, Json]
 OF_CLIENT = (RefusedError, SettingsError, ShapeError, DataError, CheckpointError, NotReadyError, EngineError)
 """Errors that a client's request caused."""
 OF_SERVER = (EngineDiedError,)
+STOPPED = "run_stopped"
+"""Event of a client that nobody finished."""
 NO_HEAD = "Adapters have no matrices in the output layer: train_unembed has no effect."
 
 
@@ -77,16 +80,26 @@ class TrainingService:
         self._learner = LearnerBackend(settings)
         self._engine = EngineBackend(settings, self._learner)
         self._training = TrainingRequests(settings, self._learner, self.clients, self.checkpoints)
-        self.sampler = Sampler(self._engine.engine, EngineTurns(self._serve), max_samples=self._limits.max_samples)
+        slots = EngineSlots(self._serve, self._engine.adapters)
+        self.sampler = Sampler(self._engine.engine, slots, max_samples=self._limits.max_samples)
         self._turns, self._faults = Turns(self._limits), FaultLog()
-        self._num_sampling: Counter[str] = Counter()
+        self._sampling: defaultdict[str, dict[str, asyncio.Task[None]]] = defaultdict(dict)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Load the models and begin to work; see the backends."""
         await self._learner.start(self._models)
-        await self._engine.start()
+        await self._engine.start(self._models / BASE)
         self._begin(self._work())
+
+    def stop(self) -> int:
+        """Answer clients that wait: training clients with what is lost, others that they may ask again.
+
+        Returns:
+            How many results they waited for.
+        """
+        self.clients.lose_all("the server was stopped")
+        return self.futures.forget_open()
 
     async def close(self) -> None:
         """Stop; a running request of the learner finishes."""
@@ -94,6 +107,7 @@ class TrainingService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._engine.engine.close()
+        await self._learner.call(self._training.close)
         await self._learner.close()
         self.clients.close()
 
@@ -103,10 +117,13 @@ class TrainingService:
         last = time.monotonic() - self._limits.lapse_s
         for session_id, seen in list(self.clients.seen.items()):
             if seen < last and session_id not in self.clients.ended:
-                self._end(session_id, f"it gave no sign of life for {self._limits.lapse_s:g} s", saves_as="lapsed")
+                self._end(session_id, f"it gave no sign of life for {self._limits.lapse_s:g} s", event=STOPPED)
 
     def create_session(self, request: CreateSession) -> Body:
         """Open a session."""
+        if self.clients.num_open >= self._limits.max_sessions:
+            most = f"limits.max_sessions = {self._limits.max_sessions}"
+            raise RefusedError(f"there are {most} open already. Finish some.", kind="rate_limit_error")
         session = self.clients.open_session(user_metadata=request.user_metadata, display_name=request.display_name)
         return {"session_id": session.session_id, "info_message": NO_HEAD}
 
@@ -118,7 +135,9 @@ class TrainingService:
     def finish_session(self, session_id: str, request: FinishSession) -> Body:
         """End a session and free its training clients; what it saved stays."""
         self.clients.live_session(session_id)
-        self._end(session_id, f"its client finished it ({str(request.reason.get('type', 'done'))[:40]})", saves_as=None)
+        reason = str(request.reason.get("type", "done"))[:40]
+        event = "run_failed" if reason == "errored" else "run_finished"
+        self._end(session_id, f"its client finished it ({reason})", event=event)
         return {}
 
     def create_model(self, request: CreateModel | LoadWeights) -> Body:
@@ -146,7 +165,10 @@ class TrainingService:
         return self._submit(self.clients.trains(request.model_id), request.seq_id, request)
 
     def train(
-        self, request: ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler, *, num_bytes: int = 0
+        self,
+        request: ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal,
+        *,
+        num_bytes: int = 0,
     ) -> Body:
         """Let a request of a training client wait for its turn."""
         return self._submit(self.clients.trains(request.model_id), request.seq_id, request, num_bytes=num_bytes)
@@ -189,18 +211,20 @@ class TrainingService:
         request_id = f"{sampler_id}:{request.seq_id}"
         if not self.futures.knows(request_id):
             asked = self.sampler.checked(request)
-            if self._num_sampling[sampler_id] >= most:
+            if len(self._sampling[sampler_id]) >= most:
                 raise RefusedError(f"{sampler_id} has limits.max_waiting = {most} requests.", kind="rate_limit_error")
             self.futures.open(request_id)
-            self._num_sampling[sampler_id] += 1
-            self._begin(self._sample(client, request, asked, request_id))
+            self._sampling[sampler_id][request_id] = self._begin(self._sample(client, request, asked, request_id))
         ids: list[Json] = [f"{request_id}:{index}" for index in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    async def cancel(self, request: CancelFuture) -> None:
+    def cancel(self, request: CancelFuture) -> Body:
         """End a sampling request whose result is no longer needed."""
-        if self.futures.is_open(request.request_id):
-            await self._engine.engine.abort({request.request_id})
+        request_id = request.request_id
+        running = self._sampling.get(request_id.rpartition(":")[0], {})
+        if request_id in running:
+            self._abort({request_id: running.pop(request_id)}, "its client cancelled it")
+        return {}
 
     def unknown_result(self, request_id: str) -> Answer | None:
         """Return the failure of a request without result, or None if its client may send it again.
@@ -228,7 +252,7 @@ class TrainingService:
                 raise self._lost(client)
             num_tokens = request.num_tokens if isinstance(request, ForwardBackward) else 0
             self._turns.check_room(owner, num_tokens=num_tokens, num_bytes=num_bytes)
-            run = partial(self._training.run, client, request)
+            run = partial(self._training.run, client, request, arrived_at=time.monotonic())
             size = {"num_tokens": num_tokens, "num_bytes": num_bytes}
             self._turns.put(Work(owner=owner, seq_id=seq_id, request_id=request_id, run=run, **size))
             self.futures.open(request_id)
@@ -245,17 +269,32 @@ class TrainingService:
 
     async def _sample(self, client: Sampling, request: Sample, asked: GenerateRequest, request_id: str) -> None:
         path = self._training.inflight.get(client.follows or "", client.path)
+        record = None if path is None else self._training.records.get(split_path(path)[0])
         try:
-            samples, logprobs, top = await self.sampler.sample(path or BASE, request, asked, request_id=request_id)
+            weights = Weights(BASE) if path is None else Weights(path, self.checkpoints.find(path).saved_at)
+            samples, logprobs, top = await self.sampler.sample(weights, request, asked, request_id=request_id)
             answer = Answer(content=write_samples(samples, logprobs, top), media_type=PROTOBUF)
+            if record is not None and logprobs is None:  # not to score a prompt
+                record.sampled(samples, num_prompt=len(asked.input_ids))
         except Exception as error:
             answer = self._failure(error)
+            if record is not None:
+                record.failed(error)
         finally:
-            self._num_sampling[client.sampler_id] -= 1
+            self._sampling[client.sampler_id].pop(request_id, None)
         self.futures.settle(request_id, answer)
 
-    async def _serve(self, path: str) -> int:
-        return await self._engine.serve(self._models / BASE if path == BASE else self.checkpoints.folder_of(path))
+    def _abort(self, requests: Mapping[str, "asyncio.Task[None]"], why: str) -> None:
+        """End sampling requests that wait or run."""
+        for request_id, task in requests.items():
+            self.futures.settle(request_id, Answer.failed(f"the request was aborted: {why}.", "user"))
+            task.cancel()
+        self._begin(self._engine.engine.abort(set(requests)))
+
+    async def _serve(self, weights: Weights, adapter: str | None) -> int:
+        path = weights.path
+        folder = self._models / BASE if path == BASE else self.checkpoints.folder_of(path)
+        return await self._engine.serve(folder, adapter)
 
     def _failure(self, error: Exception) -> Answer:
         if isinstance(error, OF_CLIENT) and not isinstance(error, OF_SERVER):
@@ -264,19 +303,22 @@ class TrainingService:
         told = str(error) if isinstance(error, RLError) else "the service failed; its log has the reason."
         return Answer.failed(told, "server")
 
-    def _end(self, session_id: str, why: str, *, saves_as: str | None) -> None:
+    def _end(self, session_id: str, why: str, *, event: str) -> None:
         self.clients.end(session_id, why)
+        self.futures.release(f"{session_id}:")
+        for sampler_id in [one for one in self._sampling if self.clients.sampling[one].session_id == session_id]:
+            self._abort(self._sampling.pop(sampler_id), f"its session has ended, because {why}")
         for client in self.clients.of_session(session_id):
-            self._begin(self._unload(client, why, saves_as=saves_as))
+            self._begin(self._unload(client, why, event=event))
 
-    async def _unload(self, client: TrainingClient, why: str, *, saves_as: str | None) -> None:
-        """Free a client's weights, saved under a name if there is one; its waiting requests fail."""
+    async def _unload(self, client: TrainingClient, why: str, *, event: str) -> None:
+        """Free a client's weights, saved if nobody finished it; its waiting requests fail."""
         client.lost = f"its session has ended: {why}"
         unrun = self._turns.close(client.model_id)
-        if saves_as is not None:
-            await self._learner.call(partial(self._training.save_state, client, saves_as))
+        if event == STOPPED:
+            await self._learner.call(partial(self._training.save_state, client, "lapsed"))
         self.clients.end(client.model_id, client.lost)
-        await self._learner.call(partial(self._learner.forget, client.model_id))
+        await self._learner.call(partial(self._training.end, client, event))
         for work in unrun:
             self.futures.settle(work.request_id, Answer.failed(str(self._lost(client)), "user"))
 
@@ -287,10 +329,11 @@ class TrainingService:
         )
         return RefusedError(f"the weights of {client.model_id} are no longer in memory: {client.lost}. {where}")
 
-    def _begin(self, job: Coroutine[None, None, None]) -> None:
+    def _begin(self, job: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.ensure_future(job)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

@@ -4,16 +4,17 @@ Values come from, in order of precedence: the command line (`--server.port=8000`
 (`RL__SERVER__PORT=8000`), the TOML file, the defaults here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, MinLen
 from pydantic import BaseModel, ConfigDict, Field
 
+from rl_core.errors import SettingsError
 from rl_core.record_fields import NonNegativeInt, PositiveFloat, PositiveInt
 from rl_distill import ModelBackend
-from rl_rollout.engines import VLLMOptions
+from rl_rollout.engines import TransformersOptions, VLLMOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class ClientLimits:
     """What each client may use.
 
     Attributes:
+        max_sessions: Maximum number of open sessions; each program has one.
         max_training_clients: Maximum number of training clients whose weights are in memory.
         max_waiting: Maximum number of waiting requests of a training or sampling client.
         max_waiting_tokens: Maximum number of tokens of these requests.
@@ -84,9 +86,11 @@ class ClientLimits:
         kept_results_bytes: Maximum size in bytes of finished results that are kept for clients that ask again.
         kept_results_s: Seconds for which a result is kept after its client has received it.
         kept_snapshots: Number of unnamed sampler weights of a training client that are kept, the newest.
-        lapse_s: Seconds without a sign of life after which a session's training clients are saved and unloaded.
+        lapse_s: Seconds without a sign of life, which clients give every 10 s, after which a session ends: its training
+            clients are saved and unloaded, and its samples aborted.
     """
 
+    max_sessions: PositiveInt = 1024
     max_training_clients: PositiveInt = 16
     max_waiting: PositiveInt = 4096
     max_waiting_tokens: PositiveInt = 1 << 24
@@ -96,7 +100,7 @@ class ClientLimits:
     kept_results_bytes: PositiveInt = 1 << 30
     kept_results_s: PositiveFloat = 300.0
     kept_snapshots: PositiveInt = 8
-    lapse_s: PositiveFloat = 3600.0
+    lapse_s: PositiveFloat = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,8 @@ class EngineSettings:
         name: "vllm", "transformers", or the name of an engine that another package installs.
         placement: Where it runs: "process", or "inline" in the server's process, which is easy to debug.
         replicas: Number of engines; each has its own process.
+        max_adapters: Number of sampler weights that can be sampled at once, besides the base. Each takes the memory of
+            an adapter of lora.max_rank; requests for others wait.
         restarts: How often an engine's process may die and start again. Its requests move to others or wait.
         start_deadline_s: Maximum time in seconds to start it.
     """
@@ -148,6 +154,7 @@ class EngineSettings:
     name: str = "vllm"
     placement: Literal["inline", "process"] = "process"
     replicas: PositiveInt = 1
+    max_adapters: PositiveInt = 8
     restarts: NonNegativeInt = 3
     start_deadline_s: PositiveFloat = 600.0
 
@@ -174,3 +181,26 @@ class ServiceSettings(BaseModel):
 
     def remember_file(self, file: Path | None) -> None:
         """Settings of the service are not read again, so their file is not kept."""
+
+
+def check_unused(settings: ServiceSettings) -> None:
+    """Refuse settings that have no effect beside others.
+
+    Raises:
+        SettingsError: Names them.
+    """
+    chosen = settings.engine
+    unused = {"vllm.max_lora_rank": "lora.max_rank decides", "vllm.lora_target_modules": "lora.target_modules decides"}
+    if not settings.lora.max_rank:
+        unused |= dict.fromkeys(("lora.alpha", "lora.target_modules"), "lora.max_rank = 0 trains all weights")
+    if chosen.placement == "inline":
+        unused |= dict.fromkeys(("engine.replicas", "engine.restarts"), 'engine.placement = "inline" has one engine')
+    if chosen.name == "transformers":
+        own = {one.name for one in fields(TransformersOptions)}
+        names = [f"vllm.{one.name}" for one in fields(VLLMOptions) if one.name not in own]
+        unused |= dict.fromkeys(names, 'engine.name = "transformers" has no such option')
+    for name, why in unused.items():
+        section, _, key = name.partition(".")
+        found = getattr(settings, section)
+        if getattr(found, key) != getattr(type(found)(), key):
+            raise SettingsError(f"{name} has no effect, because {why}. Leave it out.")

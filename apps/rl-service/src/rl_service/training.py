@@ -1,19 +1,22 @@
 """What the requests of training clients do. All of it runs on the learner's thread."""
 
+import shutil
 import time
-from contextlib import closing
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from rl_core.errors import SettingsError
 from rl_distill import AdamOptions
 from rl_distill.objectives import tinker_objective
-from rl_metrics.trackers import JsonlTracker
 from rl_rollout.gateway import RefusedError, refused_field
 from rl_service.backend import LearnerBackend
 from rl_service.checkpoints import Checkpoints, Saved, expiry, weights_path
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id
+from rl_service.encryption import encrypt_files
 from rl_service.futures import Answer
 from rl_service.losses import ForwardBackward, batch_of, loss_of, target_logprobs
+from rl_service.records import ClientRecord
 from rl_service.requests import (
     AdamParams,
     CreateModel,
@@ -21,12 +24,17 @@ from rl_service.requests import (
     LoraConfig,
     OptimStep,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
 )
 from rl_service.settings import ServiceSettings
 from rl_service.wire import PROTOBUF, write_forward_backward
 
-TrainingRequest = CreateModel | LoadWeights | ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler
+Save = SaveWeights | SaveWeightsForSampler | SaveWeightsExternal
+TrainingRequest = CreateModel | LoadWeights | ForwardBackward | OptimStep | Save
+UNJUDGED = ["grad_norm", "grad_jump", "policy_loss", "loss_jump", "step_time_jump"]
+"""Health rules of trainers that do not hold here: sums over tokens grow with the batch, which may change at each step,
+and the time between steps is the client's own."""
 
 
 class TrainingRequests:
@@ -34,6 +42,7 @@ class TrainingRequests:
 
     Attributes:
         inflight: The newest weights that each training client published for all its in-flight sampling clients.
+        records: The record of each training client whose weights are in memory.
     """
 
     def __init__(
@@ -41,31 +50,70 @@ class TrainingRequests:
     ) -> None:
         """Use a learner, and what the service knows of its clients."""
         self._settings, self._learner, self._clients, self._checkpoints = settings, learner, clients, checkpoints
-        self.inflight: dict[str, str] = {}
+        self.inflight = {one.follows: one.path for one in clients.sampling.values() if one.follows and one.path}
+        self.records: dict[str, ClientRecord] = {}
 
-    def run(self, client: TrainingClient, request: TrainingRequest) -> Answer:
+    def run(self, client: TrainingClient, request: TrainingRequest, *, arrived_at: float) -> Answer:
         """Run a request.
+
+        Args:
+            client: Its client.
+            request: The request.
+            arrived_at: When it arrived, by the monotonic clock.
 
         Raises:
             RLError: It cannot run.
         """
+        record = self.records.get(client.model_id)
         match request:
-            case ForwardBackward():
-                return self._forward_backward(client, request)
-            case OptimStep():
-                return self._optim_step(client, request)
-            case SaveWeights():
-                return self._save(client, request)
-            case SaveWeightsForSampler():
-                return self._save_for_sampler(client, request)
-            case LoadWeights() if request.model_id is not None:
-                return self._load(client, request)
+            case CreateModel() | LoadWeights(model_id=None):
+                return self._begin(client, request)
+            case _ if record is None:
+                raise SettingsError(f"{client.model_id} has no weights in memory.")
+        record.note({"timing_s/turns": time.monotonic() - arrived_at})
         try:
-            return self._create(client, request)
+            match request:
+                case ForwardBackward():
+                    return self._forward_backward(client, request)
+                case OptimStep():
+                    return self._optim_step(client, request)
+                case SaveWeights():
+                    return self._save(client, request)
+                case SaveWeightsForSampler():
+                    return self._save_for_sampler(client, request)
+                case SaveWeightsExternal():
+                    return self._save_external(client, request)
+                case LoadWeights():
+                    return self._load(client, request)
+        except Exception as error:
+            record.failed(error)
+            raise
+
+    def _begin(self, client: TrainingClient, request: CreateModel | LoadWeights) -> Answer:
+        try:
+            answer = self._create(client, request)
         except BaseException as error:
             self._clients.end(client.model_id, f"it could not be created: {error}")
             self._learner.forget(client.model_id)
             raise
+        entry, settings = client.entry, self._settings
+        policy, lora = settings.policy, {"rank": entry.rank, "alpha": settings.lora.alpha}
+        of_client = {"model_id": entry.model_id, "base_model": entry.base_model, "opened_at": entry.opened_at}
+        shown = {"policy": {"path": str(policy.path)}, "lora": lora, "client": of_client, "health": {"off": UNJUDGED}}
+        folder = settings.server.folder / "clients" / client.model_id.replace(":", "_")
+        self.records[client.model_id] = ClientRecord(folder, shown, step=client.step)
+        return answer
+
+    def end(self, client: TrainingClient, event: str) -> None:
+        """Free a client's weights, and end its record with an event of a run."""
+        self._learner.forget(client.model_id)
+        if client.model_id in self.records:
+            self.records.pop(client.model_id).close(event, client.lost)
+
+    def close(self) -> None:
+        """End all records, because the server stops."""
+        for record in self.records.values():
+            record.close("run_stopped", "the server was stopped")
 
     def save_state(self, client: TrainingClient, name: str) -> str:
         """Save a client's weights and optimizer, without gradients that wait, and return their path."""
@@ -102,6 +150,7 @@ class TrainingRequests:
 
     def _forward_backward(self, client: TrainingClient, request: ForwardBackward) -> Answer:
         learner, most = self._learner, self._settings.limits.max_request_tokens
+        record, began = self.records[client.model_id], time.monotonic()
         try:
             if request.problem is not None:
                 raise request.problem
@@ -117,18 +166,20 @@ class TrainingRequests:
             else:
                 result = learner.of(client.model_id).forward_backward(batch, objective, with_tokens=True)
                 logprobs, loss = result.tokens["policy_logprobs"], result.loss
-                client.loss += loss
+                record.passed(batch, logprobs, loss)
         except Exception as error:
             if not request.forward_only:
                 client.broken = f"forward_backward {request.seq_id} failed: {error}"
             raise
+        record.note({"timing_s/forward_backward": time.monotonic() - began})
         content = write_forward_backward(target_logprobs(request, logprobs), {"loss:sum": loss})
         return Answer(content=content, media_type=PROTOBUF)
 
     def _optim_step(self, client: TrainingClient, request: OptimStep) -> Answer:
+        record, began = self.records[client.model_id], time.monotonic()
         broken, client.broken = client.broken, None
         if broken is not None:
-            client.loss = 0.0
+            record.restart(client.step)
             self._learner.of(client.model_id).zero_grad()
             raise RefusedError(f"the step was not taken and its gradients are dropped, because {broken}")
         given = request.optim_params
@@ -142,29 +193,48 @@ class TrainingRequests:
             clip_grad=max(given.grad_clip_norm, 0.0),
         )
         result = self._learner.of(client.model_id).optim_step(options)
+        record.note({"timing_s/optim_step": time.monotonic() - began})
         if not result.is_applied:
+            record.note({"actor/skipped_updates": 1})
             raise SettingsError("the step was not taken, because the loss or the gradient norm is not finite.")
         self._clients.stepped(client, result.step)
-        loss, client.loss = client.loss, 0.0
-        folder = self._settings.server.folder / "clients" / client.model_id.replace(":", "_")
-        folder.mkdir(parents=True, exist_ok=True)
-        with closing(JsonlTracker(folder / "metrics.jsonl")) as tracker:
-            rate, norm = result.learning_rate, result.grad_norm
-            tracker.log(result.step, {"actor/loss": loss, "actor/grad_norm": norm, "actor/lr": rate})
+        record.stepped(result)
         return Answer.of(metrics={"optim_step": result.step, "grad_norm": result.grad_norm})
 
     def _save(self, client: TrainingClient, request: SaveWeights) -> Answer:
         path = weights_path(client.model_id, "weights", request.path or f"step-{client.step}")
         self._checkpoints.check_free(path, overwrite=request.overwrite)
         learner = self._learner.of(client.model_id)
-        self._checkpoints.save(_record(client, path, request), lambda folder: learner.save(folder).wait())
+        self._keep(client, path, request, lambda folder: learner.save(folder).wait())
         return Answer.of(path=path, type="save_weights")
+
+    def _save_external(self, client: TrainingClient, request: SaveWeightsExternal) -> Answer:
+        """Save an adapter in peft's format, or all weights as a Hugging Face folder."""
+        path = weights_path(client.model_id, "external_weights", request.path)
+        self._checkpoints.check_free(path, overwrite=False)
+        learner, recipients = self._learner.of(client.model_id), request.age_encryption_recipients
+
+        def write(folder: Path) -> None:
+            learner.save(folder).wait()
+            shutil.rmtree(folder / "state")
+            if recipients:
+                encrypt_files([file for file in folder.glob("*/*") if file.is_file()], recipients)
+
+        saved = self._keep(client, path, request, write)
+        return Answer.of(path=path, size_bytes=saved.size_bytes, type="save_weights_external")
+
+    def _keep(self, client: TrainingClient, path: str, request: Save, write: Callable[[Path], None]) -> Saved:
+        """Write weights, and remove those that have expired or were replaced."""
+        saved = self._checkpoints.save(_record(client, path, request), write)
+        self._checkpoints.sweep(kept_snapshots=self._settings.limits.kept_snapshots)
+        return saved
 
     def _save_for_sampler(self, client: TrainingClient, request: SaveWeightsForSampler) -> Answer:
         entry, number = client.entry, request.sampling_session_seq_id
         path = weights_path(client.model_id, "sampler_weights", request.path or f"snapshot-{request.seq_id}")
         self._checkpoints.check_free(path, overwrite=False)
-        self._checkpoints.save(_record(client, path, request), partial(self._learner.save_sampler, client.model_id))
+        self._keep(client, path, request, partial(self._learner.save_sampler, client.model_id))
+        self.records[client.model_id].served()
         if request.path is not None:
             return Answer.of(path=path, type="save_weights_for_sampler")
         if number is None:
@@ -180,7 +250,6 @@ class TrainingRequests:
             follows=client.model_id if is_inflight else None,
         )
         self._clients.open_sampling(sampling)
-        self._checkpoints.sweep(kept_snapshots=self._settings.limits.kept_snapshots)
         return Answer.of(sampling_session_id=sampling.sampler_id, type="save_weights_for_sampler")
 
     def _load(self, client: TrainingClient, request: LoadWeights) -> Answer:
@@ -191,19 +260,21 @@ class TrainingRequests:
         learner = self._learner.of(client.model_id)
         learner.zero_grad()
         learner.load(folder, with_optimizer=request.optimizer)
-        client.broken, client.loss = None, 0.0
+        client.broken = None
         self._clients.stepped(client, saved.step if request.optimizer else 0)
+        if client.model_id in self.records:
+            self.records[client.model_id].restart(client.step)
         return Answer.of(path=request.path, model_id=client.model_id, type="load_weights")
 
 
-def _record(client: TrainingClient, path: str, request: SaveWeights | SaveWeightsForSampler) -> Saved:
+def _record(client: TrainingClient, path: str, request: Save) -> Saved:
     return Saved(
         path=path,
         base_model=client.entry.base_model,
         rank=client.entry.rank,
         step=client.step,
         saved_at=time.time(),
-        user_metadata=request.user_metadata,
+        user_metadata=None if isinstance(request, SaveWeightsExternal) else request.user_metadata,
         expires_at=expiry(request.ttl_seconds),
         is_snapshot=request.path is None and isinstance(request, SaveWeightsForSampler),
     )

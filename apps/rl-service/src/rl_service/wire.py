@@ -28,6 +28,8 @@ except ImportError as error:
 PROTOBUF = "application/x-protobuf"
 MAX_VALUES = 2**26
 """Maximum size of a tensor that arrives compressed."""
+MAX_PARTS = 1 << 14
+"""Maximum number of rows of a request, and of chunks of a row; a client sends at most 1024 rows at once."""
 _DTYPES: Mapping[int, str] = {messages.DTYPE_FLOAT32: "<f4", messages.DTYPE_INT64: "<i8", messages.DTYPE_INT32: "<i4"}
 
 
@@ -66,6 +68,8 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     options |= {name: getattr(one, one.WhichOneof("value")) for name, one in message.loss_fn_config_v2.items()}
     data, problem = [], None
     try:
+        if len(message.data) > MAX_PARTS:
+            raise refused_field("data", f"{len(message.data)} rows", f"at most {MAX_PARTS}")
         data = [_datum(one, f"data[{index}]") for index, one in enumerate(message.data)]
     except RefusedError as error:
         problem = error
@@ -82,6 +86,8 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 def _datum(message: Any, where: str) -> Datum:
     parts = []
+    if len(message.model_input) > MAX_PARTS:
+        raise refused_field(f"{where}.model_input", f"{len(message.model_input)} chunks", f"at most {MAX_PARTS}")
     for index, chunk in enumerate(message.model_input):
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
             raise refused_field(f"{where}.model_input[{index}]", kind, "text; this service trains no other kind")

@@ -78,9 +78,17 @@ WITHHELD: Mapping[ReadableBy, int] = {"owner": 0o077, "group": 0o027, "everyone"
 class RunFolder:
     """A run's folder, locked by one process at a time."""
 
-    def __init__(self, path: Path, *, readable_by: ReadableBy = "owner") -> None:
-        """Set the path, and who may read the files that this process writes; nothing is created yet."""
+    def __init__(self, path: Path, *, readable_by: ReadableBy = "owner", setting: str | None = None) -> None:
+        """Set the path, and who may read the files that this process writes; nothing is created yet.
+
+        Args:
+            path: The folder.
+            readable_by: Who may read the files.
+            setting: Name of the setting with the path, for errors; None is that of a trainer.
+        """
         self.path = path
+        self._other_folder = f"another folder with --{setting or 'run.directory'}=FOLDER"
+        self._other = self._other_folder if setting else "another name with --run.name=NAME"
         self._umask = WITHHELD[readable_by]
         self._umask_before: int | None = None
         self._lock: int | None = None
@@ -114,8 +122,7 @@ class RunFolder:
             if isinstance(error, SettingsError):
                 raise
             raise SettingsError(
-                f"run folder {self.path} cannot be created ({error}). Choose another folder with "
-                "--run.directory=FOLDER."
+                f"run folder {self.path} cannot be created ({error}). Choose {self._other_folder}."
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +132,7 @@ class RunFolder:
             self.release()
             raise SettingsError(
                 f"run folder {self.path} is in use by a live run (process {holder}). Wait for it, stop it, or choose "
-                "another name with --run.name=NAME."
+                f"{self._other}."
             ) from None
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -140,6 +147,15 @@ class RunFolder:
         if self._umask_before is not None:
             os.umask(self._umask_before)
             self._umask_before = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder while the context is open; see `acquire`."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
 
     def archive(self) -> Path:
         """Rename the existing run's folder, lock a new one, and return the old run's path."""

@@ -29,6 +29,7 @@ from rl_metrics.definitions.entries import (
     trajectory_mean,
 )
 from rl_metrics.definitions.gateway import GATEWAY
+from rl_metrics.definitions.service import SERVICE
 from rl_metrics.definitions.timing import MEMORY, TIMING
 from rl_metrics.definitions.validation import VALIDATION
 
@@ -297,6 +298,7 @@ FAMILIES: dict[str, tuple[Metric, ...]] = {
     "Distillation": DISTILLATION,
     "Rollouts": ROLLOUT,
     "Gateway": GATEWAY,
+    "Service": SERVICE,
     "Distributions": DISTRIBUTIONS,
     "Mismatch of engine and learner": CORRECTION,
     "Mixtures of experts": MIXTURES,

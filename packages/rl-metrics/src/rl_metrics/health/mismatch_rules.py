@@ -27,7 +27,7 @@ AGREEMENT = (
             Threshold("probe_max", 0.03, "relative; 0.001 in float32", PROOF),
         ),
         min_steps=1,
-        events=(("run_failed", "WeightProofError"),),
+        events=(("run_failed", "WeightProofError"), ("request_failed", "WeightProofError")),
         causes=(
             Cause(
                 "stale weights: an update did not reach an engine",

@@ -284,6 +284,22 @@ STABILITY = (
         ),
     ),
     rule(
+        name="failed_requests",
+        title="requests of the client succeed",
+        what="Requests of a client of rl-service failed; their steps or samples are missing.",
+        conditions=(condition("highest", "service/failed_requests", says=REACHED),),
+        thresholds=(Threshold("max", 0.0, "failed requests in a step", BY_DESIGN),),
+        min_steps=1,
+        reasons="request_failed",
+        causes=(
+            Cause(
+                "the program asks for something that the service refuses",
+                "read the error in the evidence, which names the field and the limit",
+            ),
+            Cause("the engine or the learner failed", "look at the service's log"),
+        ),
+    ),
+    rule(
         name="reward_spread",
         title="the spread of rewards does not grow",
         what="The rewards within groups spread more and more: training becomes unstable.",
