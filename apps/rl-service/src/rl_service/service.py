@@ -38,7 +38,7 @@ from rl_service.requests import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from rl_service.sampling import EngineSlots, Sampler, Weights
+from rl_service.sampling import EngineSlots, Sampler, Share, Weights
 from rl_service.scheduling import Turns, Work
 from rl_service.settings import ServiceSettings
 from rl_service.training import TrainingRequest, TrainingRequests
@@ -81,6 +81,8 @@ class TrainingService:
         self.sampler = Sampler(self._engine.engine, slots, max_samples=self._limits.max_samples)
         self._turns, self._faults = Turns(self._limits), FaultLog()
         self._sampling: defaultdict[str, dict[str, asyncio.Task[None]]] = defaultdict(dict)
+        most = settings.vllm.max_num_seqs * settings.engine.replicas
+        self._shares: defaultdict[str, Share] = defaultdict(partial(Share, most))
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -257,7 +259,8 @@ class TrainingService:
         path = self._training.inflight.get(client.follows or "", client.path)
         try:
             weights = Weights(BASE) if path is None else Weights(path, self.checkpoints.find(path).saved_at)
-            samples, logprobs, top = await self.sampler.sample(weights, request, asked, request_id=request_id)
+            async with self._shares[client.session_id].of(request.num_samples):
+                samples, logprobs, top = await self.sampler.sample(weights, request, asked, request_id=request_id)
             answer = Answer(content=write_samples(samples, logprobs, top), media_type=PROTOBUF)
         except Exception as error:
             answer = self._failure(error)
@@ -287,6 +290,7 @@ class TrainingService:
     def _end(self, session_id: str, why: str, *, saves_as: str | None) -> None:
         self.clients.end(session_id, why)
         self.futures.release(f"{session_id}:")
+        self._shares.pop(session_id, None)
         for sampler_id in [one for one in self._sampling if self.clients.sampling[one].session_id == session_id]:
             self._abort(self._sampling.pop(sampler_id), f"its session has ended, because {why}")
         for client in self.clients.of_session(session_id):
