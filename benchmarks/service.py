@@ -7,100 +7,26 @@ other counts as the service's cost. --quick runs one round with few tokens on th
 """
 
 import argparse
-import asyncio
-import inspect
 import json
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 from _gateway_workload import MODELS, VOCAB_SIZE, write_chat_policy
+from _service_server import RANK, Server
 
-from rl_distill.megatron.learner import MegatronLearner
-from rl_rollout.engines import VLLMOptions
-from rl_service.backend import EngineBackend
-from rl_service.main import running
-from rl_service.settings import (
-    AdapterSettings,
-    EngineSettings,
-    LearnerSettings,
-    ServedPolicy,
-    ServerSettings,
-    ServiceSettings,
-)
-
-NUM_CLIENTS, RANK, START_S = 4, 16, 600.0
+NUM_CLIENTS = 4
 FULL = {"rows": 16, "row_tokens": 512, "steps": 2, "samples": 16, "max_tokens": 64}
 QUICK = {"rows": 2, "row_tokens": 16, "steps": 1, "samples": 2, "max_tokens": 4}
 WANTED = {"overhead": 0.1, "training_ratio": 0.9, "sampling_ratio": 0.9, "beyond_slot_ms": 100.0}
 """Bounds of the medians: at most, but at least for ratios."""
-
-
-class Server:
-    """A service in a thread of its own, and the seconds of the learner's and the engine's calls."""
-
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        """Serve the policy in a folder."""
-        placement = "inline" if options.quick else "process"
-        self._settings = ServiceSettings(
-            policy=ServedPolicy(path=folder / "policy"),
-            server=ServerSettings(folder=folder / "runs"),
-            lora=AdapterSettings(max_rank=RANK),
-            learner=LearnerSettings(num_threads=1),
-            engine=EngineSettings(name=options.engine, placement=placement),  # type: ignore[arg-type]
-            vllm=VLLMOptions(max_model_len=1024, kv_cache_gib=0.5, num_threads=1),
-        )
-        self.spent: defaultdict[str, list[float]] = defaultdict(list)
-        for owner, name in ((MegatronLearner, "forward_backward"), (EngineBackend, "serve")):
-            setattr(owner, name, self._timed(name, getattr(owner, name)))
-        self._started, self.address, self.key = threading.Event(), "", ""
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-
-    def __enter__(self) -> "Server":
-        self._thread.start()
-        if not self._started.wait(START_S) or not self.address:
-            raise SystemExit("error: the service did not start.")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-    async def _serve(self) -> None:
-        self._stop, self._loop = asyncio.Event(), asyncio.get_running_loop()
-        with suppress(asyncio.CancelledError):
-            try:
-                async with running(self._settings) as self.address:
-                    self.key = self._settings.server.own_key_file.read_text().strip()
-                    self._started.set()
-                    await self._stop.wait()
-            finally:
-                self._started.set()
-
-    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        async def waiting(started: float, answer: Any) -> Any:
-            found = await answer
-            self.spent[name].append(time.perf_counter() - started)
-            return found
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            answer = call(*args, **kwargs)
-            if inspect.isawaitable(answer):
-                return waiting(started, answer)
-            self.spent[name].append(time.perf_counter() - started)
-            return answer
-
-        return timed
 
 
 class Clients:
@@ -112,8 +38,7 @@ class Clients:
 
         self._types, self._sizes, self._server = tinker.types, sizes, server
         self._client = tinker.ServiceClient(base_url=server.address, api_key=server.key)
-        base = self._client.create_rest_client().get_server_capabilities().result().supported_models[0].model_name
-        created = [self._client.create_lora_training_client(base_model=base, rank=RANK) for _ in range(NUM_CLIENTS)]
+        created = [self._client.create_lora_training_client(base_model="policy", rank=RANK) for _ in range(NUM_CLIENTS)]
         self.trainers = [one.result() for one in created]
         rows = np.random.default_rng(0).integers(0, VOCAB_SIZE, (sizes["rows"], sizes["row_tokens"] + 1)).tolist()
         self._data = [
@@ -171,7 +96,7 @@ def main(words: Sequence[str]) -> int:
     found: defaultdict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="bs-") as folder:
         write_chat_policy(options.model, Path(folder) / "policy")
-        with Server(Path(folder), options) as server:
+        with Server(Path(folder), engine=options.engine, is_inline=options.quick) as server:
             clients = Clients(server, QUICK if options.quick else FULL)
             for number in range(options.rounds + 1):
                 one_round(clients, found if number else defaultdict(list), is_even=number % 2 == 0)
@@ -216,6 +141,7 @@ def one_round(clients: Clients, found: defaultdict[str, list[float]], *, is_even
     found["first_token_ms"].append(total_ms)
     found["slot_ms"].append(slot_ms)
     found["beyond_slot_ms"].append(total_ms - slot_ms)
+    say(f"{time.strftime('%H:%M:%S')}  " + ", ".join(f"{name} {values[-1]:.3f}" for name, values in found.items()))
 
 
 def row_of(name: str, values: Sequence[float]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rl_core.errors import NotReadyError, WeightProofError
 from rl_rollout.engines import ScriptedEngine
 from rl_rollout.gateway import RefusedError
 from rl_service.requests import Sample
-from rl_service.sampling import EngineSlots, Sampler, Weights
+from rl_service.sampling import EngineSlots, Sampler, Share, Weights
 
 
 class Engine:
@@ -179,6 +179,34 @@ def test_random_requests_all_end_with_their_own_weights():
         results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 60)
         assert not [one for one in results if isinstance(one, AssertionError)]
         assert not engine.uses._waiting
+
+    asyncio.run(run())
+
+
+def test_a_session_has_only_so_many_samples_in_the_engine():
+    async def run():
+        share, inside = Share(4), []
+
+        async def use(name, num_samples, until):
+            async with share.of(num_samples):
+                inside.append(name)
+                await until.wait()
+            inside.remove(name)
+
+        ends = {name: asyncio.Event() for name in "abcd"}
+        jobs = [asyncio.ensure_future(use(*one, ends[one[0]])) for one in (("a", 3), ("b", 9), ("c", 1), ("d", 1))]
+        await settled()
+        assert inside == ["a"]  # the others wait for b, which is first
+        jobs[1].cancel()
+        await settled()
+        assert inside == ["a", "c"]
+        ends["c"].set()
+        await settled()
+        assert inside == ["a", "d"]
+        for end in ends.values():
+            end.set()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        assert share._room._value == 4
 
     asyncio.run(run())
 

@@ -159,6 +159,28 @@ class EngineSlots:
         self._advance()
 
 
+class Share:
+    """Bounds the samples of a session in the engine, so that its waiting ones do not delay those of other sessions."""
+
+    def __init__(self, most: int) -> None:
+        """Allow this many samples at once; a request of more counts as this many."""
+        self._most, self._room, self._first = most, asyncio.Semaphore(most), asyncio.Lock()
+
+    @asynccontextmanager
+    async def of(self, num_samples: int) -> AsyncIterator[None]:
+        """Wait until samples have room; they do while the context is open."""
+        taken = 0
+        try:
+            async with self._first:
+                while taken < min(num_samples, self._most):
+                    await self._room.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._room.release()
+
+
 class Sampler:
     """Answers sampling requests."""
 

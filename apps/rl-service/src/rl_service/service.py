@@ -39,7 +39,7 @@ from rl_service.requests import (
     SaveWeightsExternal,
     SaveWeightsForSampler,
 )
-from rl_service.sampling import EngineSlots, Sampler, Weights
+from rl_service.sampling import EngineSlots, Sampler, Share, Weights
 from rl_service.scheduling import Turns, Work
 from rl_service.settings import ServiceSettings
 from rl_service.training import TrainingRequest, TrainingRequests
@@ -84,6 +84,8 @@ class TrainingService:
         self.sampler = Sampler(self._engine.engine, slots, max_samples=self._limits.max_samples)
         self._turns, self._faults = Turns(self._limits), FaultLog()
         self._sampling: defaultdict[str, dict[str, asyncio.Task[None]]] = defaultdict(dict)
+        most = settings.vllm.max_num_seqs * settings.engine.replicas
+        self._shares: defaultdict[str, Share] = defaultdict(partial(Share, most))
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -272,7 +274,8 @@ class TrainingService:
         record = None if path is None else self._training.records.get(split_path(path)[0])
         try:
             weights = Weights(BASE) if path is None else Weights(path, self.checkpoints.find(path).saved_at)
-            samples, logprobs, top = await self.sampler.sample(weights, request, asked, request_id=request_id)
+            async with self._shares[client.session_id].of(request.num_samples):
+                samples, logprobs, top = await self.sampler.sample(weights, request, asked, request_id=request_id)
             answer = Answer(content=write_samples(samples, logprobs, top), media_type=PROTOBUF)
             if record is not None and logprobs is None:  # not to score a prompt
                 record.sampled(samples, num_prompt=len(asked.input_ids))
@@ -306,6 +309,7 @@ class TrainingService:
     def _end(self, session_id: str, why: str, *, event: str) -> None:
         self.clients.end(session_id, why)
         self.futures.release(f"{session_id}:")
+        self._shares.pop(session_id, None)
         for sampler_id in [one for one in self._sampling if self.clients.sampling[one].session_id == session_id]:
             self._abort(self._sampling.pop(sampler_id), f"its session has ended, because {why}")
         for client in self.clients.of_session(session_id):
