@@ -19,14 +19,13 @@ def encrypt_files(files: Sequence[Path], recipients: Sequence[str]) -> None:
 
     Raises:
         RefusedError: A recipient is not a key, or there are too many.
-        MissingExtraError: `pyrage` is not installed.
+        MissingExtraError: pyrage is not installed.
     """
     try:
         import pyrage
     except ImportError as error:
         raise MissingExtraError(
-            f"encrypted downloads need `pyrage`: {error}. Install it in the service's environment, or download without "
-            "encryption from the path of save_weights_external."
+            f"encrypted downloads need pyrage: {error}. Install rl-service[service] as the README says."
         ) from error
     if len(recipients) > MAX_RECIPIENTS:
         raise refused_field("age_encryption_recipients", f"{len(recipients)}", f"at most {MAX_RECIPIENTS}")
