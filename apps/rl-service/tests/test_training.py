@@ -1,6 +1,8 @@
 """Training requests of the client: losses and gradients of the API's documentation, and those of our own trainers."""
 
 import asyncio
+import time
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -57,7 +59,8 @@ class Trained:
         self._run(CreateModel(session_id=session, model_seq_id=0, base_model=NAME, lora_config=lora))
 
     def _run(self, request):
-        return asyncio.run(self.backend.call(lambda: self._requests.run(self._client, request, arrived_at=0.0)))
+        run = partial(self._requests.run, self._client, request, arrived_at=time.monotonic())
+        return asyncio.run(self.backend.call(run))
 
     def forward_backward(self, *data, loss="cross_entropy", options=None, forward_only=False):
         given = types.ForwardBackwardInput(data=list(data), loss_fn=loss, loss_fn_config=options)
