@@ -133,6 +133,8 @@ def tests(session: nox.Session) -> None:
                 chromium(session)
             if any(word.rstrip("/") == "tests" or "docs" in word for word in session.posargs):
                 ensure(session, DOCS)
+            if any("rl-service" in word for word in session.posargs):
+                recipes_environment(session, is_needed=False)
             run_pytest(session, workspace(session), *session.posargs)
         return
     session.log("All tests, and in parallel the checks (lint, types, unit, wheels): 25 minutes on two cores.")

@@ -22,6 +22,7 @@ KEYS = {
     "lora": "agreement comparisons date environment policy rank rounds threads versions",
     "metrics": "date environment step_ms targets",
     "rollout": "comparisons date environment preset rounds skipped threads versions",
+    "service": "date environment model rounds",
     "skip_cache": "comparisons date environment flushes payload rounds skipped targets",
     "transfer": "environment failures memcpy_mb_per_s memcpy_mb_per_s_median payload peak_memory skipped targets",
     "trl": "comparisons machine pairs response_lengths skipped warm_up_steps",
@@ -36,6 +37,7 @@ ROW_KEYS = {
     "lora": "system workload step_s peak_memory_mb update_ms update_mb processor_s tokens_per_s proven_ms losses",
     "metrics": "system workload per_step_ms share_of_step",
     "rollout": "system workload tokens_per_s wall_s",
+    "service": "workload median low high wanted is_met",
     "skip_cache": "system operation mb_per_s size_mb mb_per_s_quartiles mb_per_s_best wall_s",
     "transfer": "system operation mb_per_s mb_per_s_median samples_per_s p50_ms p99_ms",
     "trl": "system workload samples_per_s step_s_median samples_per_s_runs samples_per_s_spread part_s_median "
@@ -152,6 +154,17 @@ def check_rollout(report: Report, said: str) -> None:
     assert "targets" in said
 
 
+def check_service(report: Report, said: str) -> None:
+    rows = rows_of(report, "workload")
+    assert {name for (name,) in rows} == {
+        *("overhead", "training_ratio", "sampling_ratio", "first_token_ms", "slot_ms", "beyond_slot_ms")
+    }
+    for row in rows.values():
+        assert row["low"] <= row["median"] <= row["high"]
+        assert (row["is_met"] is None) == (row["wanted"] is None)
+    assert "beyond_slot_ms" in said
+
+
 def check_skip_cache(report: Report, said: str) -> None:
     systems = ("ours", "ours_compressed", "torch_rows", "torch_padded")
     expected = [(system, operation) for system in systems for operation in ("write", "read")]
@@ -196,6 +209,7 @@ CHECKS: dict[str, Callable[[Report, str], None]] = {
     "lora": check_lora,
     "metrics": check_metrics,
     "rollout": check_rollout,
+    "service": check_service,
     "skip_cache": check_skip_cache,
     "transfer": check_transfer,
     "trl": check_trl,

@@ -47,11 +47,11 @@ from rl_distill import (
     read_policy_config,
 )
 from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.megatron import transformers_chunk
+from rl_distill.megatron.any_model import chunk as transformers_chunk
+from rl_distill.megatron.any_model.chunk import TransformersModel
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.ranks import LearnerRanks
-from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.objectives.policy import supervised_objective
 from rl_rollout.engines import TransformersOptions
 from rl_rollout.engines.transformers import TransformersEngine

@@ -22,10 +22,10 @@ from rl_core.weights import folder_views
 from rl_distill import LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.checkpoints.merged_folder import merge_adapter
 from rl_distill.learner import MetricSums, MicroBatch
-from rl_distill.megatron.images import joined_inputs
+from rl_distill.megatron.any_model.chunk import TransformersModel
+from rl_distill.megatron.any_model.images import joined_inputs
 from rl_distill.megatron.learner import MegatronCritic, MegatronLearner, MegatronReference
 from rl_distill.megatron.ranks import LearnerRanks
-from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.objectives.policy import supervised_objective
 
 OPTIONS = LearnerOptions(

@@ -98,6 +98,7 @@ REWARD = 0.3
 SMALL = "lora_rank=8"
 PLAY = "renderer_name=qwen3 max_tokens=8 max_steps=2 eval_every=0"
 MATH = "loss_fn=importance_sampling group_size=8 eval_every=0 save_every=0"
+SDFT = "groups_per_batch=16 max_tokens=12 max_steps=10 learning_rate=1e-3 eval_every=0 save_every=0"
 RL_LOOP = "batch_size=16 group_size=8 learning_rate=4e-3 max_tokens=8 max_steps=30 save_every=0"
 RECIPES = (
     Recipe(
@@ -169,6 +170,45 @@ RECIPES = (
         figure=fall("teacher_kl"),
     ),
     Recipe(
+        name="distillation, off policy",
+        module="distillation.off_policy_reasoning",
+        options=f"{SMALL} renderer_name=qwen3 batch_size=8 learning_rate=1e-2 max_prompts=200 buffer_size=64 "
+        "max_length=512 eval_every=0 save_every=0",
+        figure=fall("train_mean_nll"),
+    ),
+    Recipe(
+        name="distillation, two teachers",
+        module="distillation.on_policy_multi_teacher",
+        options=f"{SMALL} deepmath_teacher_model={MODEL} deepmath_teacher_checkpoint={{teacher}} "
+        f"tulu3_teacher_model={MODEL} tulu3_teacher_checkpoint={{teacher}} deepmath_groups_per_batch=8 "
+        "tulu3_groups_per_batch=8 max_tokens=12 learning_rate=4e-3 max_steps=20 eval_every=0 save_every=0",
+        figure=fall("teacher_kl"),
+    ),
+    Recipe(
+        name="sdft",
+        module="sdft.train",
+        options=f"{SMALL} {SDFT}",
+        figure=fall("grad_norm"),
+    ),
+    Recipe(
+        name="sdft, reverse",
+        module="sdft.train",
+        options=f"{SMALL} {SDFT} reverse=true",
+        figure=fall("sdft/reverse_kl_mean"),
+    ),
+    Recipe(
+        name="sdft, sampled",
+        module="sdft.train",
+        options=f"{SMALL} {SDFT} topk=0",
+    ),
+    Recipe(
+        name="forecasting",
+        module="forecasting.train",
+        options=f"{SMALL} data_path=forecasts.csv loss_fn=importance_sampling groups_per_batch=8 group_size=4 "
+        "max_tokens=8 max_steps=8 learning_rate=1e-3 save_every=0",
+        figure=highest("optim/kl_sample_train_v1", 1e-4),
+    ),
+    Recipe(
         name="rl_numerics_check",
         module="rl_numerics_check.train",
         options=f"{SMALL} groups_per_batch=4 group_size=4 max_tokens=16 max_steps=10 learning_rate=1e-3 save_every=0 "
@@ -199,6 +239,7 @@ RECIPES = (
         options=f"{PLAY} batch_size=2 group_size=2 learning_rate=1e-4",
         figure=highest("optim/kl_sample_train_v1", 1e-4),
     ),
+    Recipe(name="true_thinking_score", module="true_thinking_score.run_small_experiment", has_log=False),
     Recipe(name="rubric, data", module="rubric.generate_data", has_log=False),
     Recipe(
         name="rubric",

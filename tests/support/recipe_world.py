@@ -5,13 +5,14 @@ sets. `make_world` writes both: a Qwen3 of 0.2 million parameters, taught for a 
 sometimes right, and a few hundred made rows of each data set.
 """
 
+import csv
 import json
 import random
 from pathlib import Path
 
 MODEL = "Qwen/Qwen3-8B"
 """The name in the cookbook's table, which decides how it renders conversations."""
-OTHER_MODELS = ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-9B")
+OTHER_MODELS = ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-4B")
 """Names that recipes fix in their source."""
 LARGEST = 200
 TURNS = 12
@@ -80,6 +81,13 @@ def make_data(folder: Path) -> None:
     write_data_set(folder / "Anthropic/hh-rlhf", {"train": pairs, "test": pairs[:20]})
     prompts = [{"question": asked + BOXED} for asked, _ in problems]
     write_data_set(folder / "zwhe99/DeepMath-103K", {"train": prompts})
+    write_data_set(folder / "allenai/tulu-3-sft-mixture", {"train": chats})
+    thoughts = [
+        {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": f"I count {answer}."}]}
+        for asked, answer in problems
+    ]
+    write_data_set(folder / "open-thoughts/OpenThoughts3-1.2M", {"train": thoughts})
+    write_forecasts(folder / "forecasts.csv")
     choices = {"label": ["A", "B"], "text": ["yes", "no"]}
     exam = [
         {
@@ -116,6 +124,20 @@ def write_data_set(folder: Path, splits: dict[str, list[dict[str, object]]], nam
         write_rows(folder / f"{split}.jsonl", rows)
         lines += [f"  - split: {split}", f"    path: {split}.jsonl"]
     (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+
+
+def write_forecasts(file: Path) -> None:
+    """Write made markets, of which all but the last 16 closed before the recipes' split date."""
+    names = ("submission_id", "event_ticker", "title", "snapshot_time", "close_time")
+    with file.open("w", newline="") as opened:
+        rows = csv.writer(opened)
+        rows.writerow([*names, "market_outcome", "category", "markets", "sources"])
+        for row in range(80):
+            asked, answer = question(row)
+            month = "11" if row >= 64 else "08"
+            source = json.dumps([{"title": "A count", "summary": asked, "ranking": 1}])
+            outcome, times = json.dumps({asked: answer % 2}), (f"2025-{month}-01", f"2025-{month}-09")
+            rows.writerow([row, f"event-{row}", asked, *times, outcome, "Games", json.dumps([asked]), source])
 
 
 def write_rows(file: Path, rows: list[dict[str, object]]) -> None:

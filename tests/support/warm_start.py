@@ -45,6 +45,7 @@ MODULES = {
     "rl_async_trainer.main",
     "rl_core.cluster.processes.child",
     "rl_core.queue.shared_memory.server_process",
+    "rl_service.main",
     "rl_sync_trainer.main",
     "test_megatron_two_ranks",
 }
@@ -66,6 +67,7 @@ PRELOADED = (
     "rl_async_trainer.roles.learner",
     "rl_rollout.engines.vllm.stepper",
     "rl_rollout.engines.vllm.worker",
+    "rl_service.routes",
 )
 COLD_VARIABLE = "RL_TESTS_COLD"
 FIXED = ("OMP_NUM_THREADS", "PYTHONOPTIMIZE", "LD_PRELOAD", "HF_HUB_OFFLINE", COLD_VARIABLE)

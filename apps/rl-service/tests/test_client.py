@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tiny_run
@@ -182,6 +184,26 @@ def test_a_custom_loss_runs_at_the_client(client):
     assert results[0].tolist() == results[1].tolist()
 
 
+def test_a_custom_loss_of_several_targets_sends_compressed_weights(client):
+    torch = pytest.importorskip("torch")
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    targets = torch.arange(6 * 5).reshape(6, 5) % 11
+    data = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": targets})
+
+    def custom(data, logprobs):
+        return -(logprobs[0][2, 3] + logprobs[0][5, 1]), {}
+
+    found = [trainer.forward([data], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()]
+    assert found[0].shape == targets.shape
+    for _ in range(2):
+        passed = trainer.forward_backward_custom([data], custom)
+        trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        assert passed.result().metrics["surrogate_loss:sum"] == pytest.approx(passed.result().metrics["loss:sum"])
+        found.append(trainer.forward([data], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch())
+    sums = [float(one[2, 3] + one[5, 1]) for one in found]
+    assert sums[0] < sums[1] < sums[2]
+
+
 def test_a_refused_pass_also_stops_its_step_but_not_the_client(client):
     trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
     passed = trainer.forward_backward([datum()], "stable_reinforce")
@@ -277,7 +299,7 @@ def test_weights_are_downloaded_in_peft_format_and_only_with_a_signed_address(se
     assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
     for name, url in urls.items():
         urllib.request.urlretrieve(url, tmp_path / name)
-    base = transformers.AutoModelForCausalLM.from_pretrained(settings.policy.path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(settings.policy.path, trust_remote_code=False)
     model = peft.PeftModel.from_pretrained(base, tmp_path)
     with torch.no_grad():
         logprobs = model(torch.tensor([TOKENS])).logits[0, :-1].log_softmax(-1)
@@ -325,7 +347,7 @@ def test_hostile_bodies_are_refused_and_the_service_goes_on(server, client):
         ("forward_backward", rows, {"content_type": wire}, 404, "no training client 'nobody'"),
         ("create_session", b"[" * 100_000, {}, 400, "not a CreateSession"),
         ("create_session", b'{"user_metadata": {"a": "%s"}}' % bytes(b"x" * (2 << 20)), {}, 413, "at most 1048576"),
-        ("create_session", b'{"unknown": 1}', {}, 400, "unknown field `unknown`"),
+        ("create_session", b'{"unknown": 1}', {}, 400, "unknown: Extra inputs are not permitted"),
         ("asample", b"{", {}, 400, "not a Sample"),
         (
             "weights_info",
@@ -419,6 +441,40 @@ def test_a_client_without_a_sign_of_life_is_saved_and_unloaded(settings, tmp_pat
     with pytest.raises(tinker.BadRequestError, match=f"no sign of life .* Its last saved state is {path}"):
         trainer.forward([datum()], "cross_entropy").result()
     server.close()
+
+
+def test_samples_end_with_their_session_or_when_their_client_cancels_them(server):
+    client = server.client()
+    client.create_sampling_client(base_model=NAME).compute_logprobs(prompt()).result()
+    session, key = client.holder._session_id, client.holder._api_key
+
+    def post(route, **body):
+        found = httpx.post(f"{server.address}/api/v1/{route}", json=body, headers={"X-API-Key": key}, timeout=60)
+        assert found.status_code == 200
+        return found.json()
+
+    def asked(number):
+        chunks = [{"type": "encoded_text", "tokens": [3]}]
+        params = {"max_tokens": 60, "stop": [0]}
+        more = {"prompt": {"chunks": chunks}, "sampling_params": params, "num_samples": 1024}
+        return post("asample", sampling_session_id=f"{session}:sample:0", seq_id=900 + number, **more)["request_id"]
+
+    cancelled, running = asked(0), asked(1)
+    post("cancel_future", request_id=cancelled)
+    post(f"sessions/{session}/finish", reason={"type": "done"})
+    told = [post("retrieve_future", request_id=one)["error"] for one in (cancelled, running)]
+    assert told[0] == "the request was aborted: its client cancelled it."
+    assert told[1] == "the request was aborted: its session has ended, because its client finished it (done)."
+
+
+def test_a_client_that_disconnects_in_the_middle_of_a_request_costs_nothing(server, client, caplog):
+    address = server.address.removeprefix("http://").split(":")
+    head = f"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: {client.holder._api_key}\r\n"
+    for body in ("Content-Length: 1000\r\n\r\n{", 'Content-Length: 26\r\n\r\n{"sdk_version": "0.38.0"}  '):
+        with socket.create_connection((address[0], int(address[1])), timeout=60) as connection:
+            connection.sendall((head + body).encode())
+    assert client.create_sampling_client(base_model=NAME).compute_logprobs(prompt()).result()
+    assert not [one for one in caplog.records if one.name.startswith(("uvicorn", "asyncio"))]
 
 
 def test_all_weights_train_for_one_client_at_a_time(settings, tmp_path):

@@ -34,17 +34,40 @@ def test_the_loss_is_a_sum_over_weighted_targets():
     batch = made(datum([1, 2, 3], weights=[0, 0.5, 2]), datum([4]))
     logprobs = Ragged(np.asarray([0, -1, -2, -3, 0, -4], np.float32), batch.ragged("input_ids").offsets)
     assert loss_of(supervised_objective, batch, logprobs) == pytest.approx(0.5 * 2 + 2 * 3 + 4)
-    assert [row.tolist() for row in target_logprobs(logprobs)] == [[-1, -2, -3], [-4]]
+    given = request(datum([1, 2, 3]), datum([4]))
+    assert [row.tolist() for row in target_logprobs(given, logprobs)] == [[-1, -2, -3], [-4]]
+
+
+def test_other_targets_become_a_column_of_all_rows():
+    data = datum([1, 2, 3], weights=[0, 0.5, 2]), datum([4, 5], [[6, 7], [8, 0]], weights=[[1, 0.25], [-1, 0]])
+    batch = made(*data)
+    assert [row.tolist() for row in batch.ragged("input_ids")] == [[1, 2, 3, 9], [4, 5, 0]]
+    assert [row.tolist() for row in batch.ragged("loss_weights")] == [[0, 1, 1, 1], [0, 1, 1]]
+    none = [-1, -1]
+    targets = [[none, [2, -1], [3, -1], [9, -1]], [none, [6, 7], [8, 0]]]
+    assert [row.tolist() for row in batch.ragged("target_ids")] == targets
+    weights = [[[0, 0], [0, 0], [0.5, 0], [2, 0]], [[0, 0], [1, 0.25], [-1, 0]]]
+    assert [row.tolist() for row in batch.ragged("target_weights")] == weights
+    scored = np.asarray([[0, 9], [-1, 9], [-2, 9], [-3, 9], [0, 0], [-4, -5], [-6, -7]], np.float32)
+    logprobs = Ragged(scored, batch.ragged("input_ids").offsets)
+    found = [row.tolist() for row in target_logprobs(request(*data), logprobs)]
+    assert found == [[-1, -2, -3], [[-4, -5], [-6, -7]]]
+    assert loss_of(tinker_objective("cross_entropy"), batch, logprobs) == 0.5 * 2 + 2 * 3 + 4 + 0.25 * 5 - 6
+    other = made(datum([1, 2, 3], [2, 7, 4], logprobs=[0, 0, -1], advantages=[0, 0, 1]))  # both have no effect
+    assert other.names == {"input_ids", "loss_mask", "loss_weights", "target_ids", "target_weights"}
+    assert [row.tolist() for row in other.ragged("target_ids")] == [[[-1], [2], [7], [4]]]
 
 
 REFUSED = [
     ([], "data must have at least one datum"),
     ([datum([])], r"data\[0\].model_input must have at least one token"),
-    ([datum([1, 2], [3, 4])], r"data\[0\].target_tokens must be the token after each of the 2 .* found other tokens"),
-    ([datum([1]), datum([1, 2], [[2], [3]])], r"data\[1\].target_tokens must be .* found shape \[2, 1\]"),
-    ([datum([1, 2], [0, 3], weights=[0, 1])], "found other tokens"),
-    ([datum([1, 2], weights=[1])], r"data\[0\].weights must be 2 finite numbers; found 'shape \[1\]'"),
-    ([datum([1], weights=[np.nan])], r"data\[0\].weights must be 1 finite numbers"),
+    ([datum([1, 2], [3])], r"data\[0\].target_tokens must be integers of shape \[2\] or \[2, K\]; found 'shape \[1\]'"),
+    ([datum([1, 2], [[[3]], [[4]]])], r"target_tokens must be integers of .* found 'shape \[2, 1, 1\]'"),
+    ([datum([1, 2], [0.5, 3.0])], "target_tokens must be integers"),
+    ([datum([1, 2], weights=[1])], r"data\[0\].weights must be finite numbers of shape \[2\]; found 'shape \[1\]'"),
+    ([datum([1], [[2, 3]], weights=[1])], r"data\[0\].weights must be finite numbers of shape \[1, 2\]"),
+    ([datum([1], weights=[np.nan])], r"data\[0\].weights must be finite numbers of shape \[1\]"),
+    ([datum([1], [[2, 10]])], r"data\[0\] must have at most 6 tokens with ids from 0 to 9"),
     ([datum([1], advantage=[1])], r"data\[0\]: unknown input 'advantage'"),
     ([datum([11])], r"data\[0\] must have at most 6 tokens with ids from 0 to 9"),
     ([datum([1] * 6, [1] * 5 + [2])], r"data\[0\] must have at most 6 tokens .* found 7 tokens"),
@@ -66,7 +89,7 @@ def test_policy_losses_need_logprobs_and_advantages():
     logprobs = Ragged(np.asarray([0, -3, -1], np.float32), batch.ragged("input_ids").offsets)
     batch = batch_of(request(data, loss="importance_sampling"), vocab_size=10, max_tokens=6)
     assert loss_of(objective, batch, logprobs) == pytest.approx(-2.0)
-    with pytest.raises(RefusedError, match=r"data\[0\].advantages must be 2 finite numbers; found 'shape None'"):
+    with pytest.raises(RefusedError, match=r"data\[0\].advantages must be finite numbers of .* found 'shape None'"):
         batch_of(request(datum([1, 2], logprobs=[0, -1]), loss="ppo"), vocab_size=10, max_tokens=6)
 
 
@@ -78,5 +101,7 @@ def test_targets_that_do_not_train_may_be_anything():
     for name, values in {"loss_weights": [0, 0, 0, 1], "rollout_logprobs": [0, 0, 0, -1]}.items():
         assert batch.ragged(name).values.tolist() == values
     data = datum([1, 2, 3], [0, 0, 4], logprobs=[0, 0, -1], advantages=[0, 1, 2])
-    with pytest.raises(RefusedError, match="found other tokens"):
+    with pytest.raises(RefusedError, match="where advantages is not 0; found other tokens"):
         batch_of(request(data, loss="importance_sampling"), vocab_size=10, max_tokens=6)
+    with pytest.raises(RefusedError, match=r"target_tokens must be integers of shape \[1\]; found 'shape \[1, 1\]'"):
+        batch_of(request(datum([1], [[2]]), loss="ppo"), vocab_size=10, max_tokens=6)

@@ -68,6 +68,33 @@ def test_chunks_of_any_size_are_the_whole(num_at_once: int, temperature: float, 
     assert not found[3][VOCAB:].any()
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("num_at_once", [4, NUM_TOKENS])
+def test_several_targets_of_a_token_may_be_equal_or_missing(num_at_once: int, with_entropy: bool, arrays: Any):
+    hidden, weight, _, grads = arrays
+    draw = torch.Generator().manual_seed(4)
+    targets = torch.randint(0, VOCAB, (NUM_TOKENS, 4), generator=draw)
+    targets[:, 3] = targets[:, 1]
+    targets[2:5, 2] = -1
+    is_given = targets >= 0
+    of_each = torch.randn(NUM_TOKENS, 4, generator=draw) * is_given
+    request = HeadRequest(part=VocabularyPart(VOCAB), temperature=0.7, chunk_logits=num_at_once * NUM_ROWS)
+
+    def reference(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        logs = torch.log_softmax((h @ w[:VOCAB].t()).double() / 0.7, -1)
+        return logs.gather(-1, targets.clamp_min(0)) * is_given, -(logs.exp() * logs).sum(-1)
+
+    def scored(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = head_scores(h, w, targets=targets, request=request)[:2]
+        return logprobs * is_given, entropy
+
+    both: Any = (of_each, grads[1])
+    found = learned(scored, hidden, weight, both, with_entropy=with_entropy)
+    expected = learned(reference, hidden, weight, both, with_entropy=with_entropy)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_are_those_of_finite_differences(arrays: Any):
     hidden, weight, targets, _ = arrays
     request = HeadRequest(part=VocabularyPart(VOCAB), temperature=0.8, chunk_logits=2 * NUM_ROWS)

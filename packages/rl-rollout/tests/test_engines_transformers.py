@@ -405,10 +405,9 @@ def test_weights_that_no_update_brought_back_are_not_proven(sleepy: Transformers
     update = TensorTransport().pack(load(tied_model_dir), version=1, tied=TIED_HEAD)
     asyncio.run(sleepy.sleep(2))
     asyncio.run(sleepy.wake())
-    sleepy._stepper._served = replace(sleepy._stepper._served, version=1)
     with PassingChecksums({}) as sums:
         assert len(list(sums.passing(update.location.tensors.items()))) == len(update.location.tensors)
-        receipt = sleepy._stepper._receipt(sums, {})
+        receipt = sleepy._stepper._receipt(update, sums, {})
     with pytest.raises(WeightProofError, match="the engine serves something else") as raised:
         check_receipt(update, receipt, tolerances=ProofTolerances())
     assert raised.value.tensor == next(iter(update.digests))

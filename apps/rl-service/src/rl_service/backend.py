@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +17,7 @@ import structlog
 from rl_core import Batch, Ragged, RowKey
 from rl_core.cluster import within
 from rl_core.data import IntArray
-from rl_core.errors import EngineError, SettingsError, WeightProofError
+from rl_core.errors import CheckpointError, EngineDiedError, EngineError, SettingsError, WeightProofError
 from rl_core.files import read_json_object
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -55,6 +57,8 @@ WEIGHTS_FILE, CANARY_FILE = "adapter_model.safetensors", "canary.json"
 MLP, ATTENTION = ("*.mlp.*", "*.feed_forward.*", "*_moe.*"), ("*attn.*", "*attention.*")
 """Names of the modules that a client may leave alone."""
 NUM_CANARIES, CANARY_TOKENS = 4, 24
+UNCHANGED = "unchanged"
+"""The adapter that changes nothing. The engine always has it, which proves the base at every start."""
 
 
 class LearnerBackend:
@@ -211,6 +215,7 @@ class EngineBackend:
 
     Attributes:
         engine: The engine.
+        adapters: Names of its slots; [None] if it serves all weights of one client at a time.
     """
 
     def __init__(self, settings: ServiceSettings, learner: LearnerBackend) -> None:
@@ -221,9 +226,15 @@ class EngineBackend:
         """
         self._settings, self._learner = settings, learner
         options: Any = settings.vllm
+        self.adapters: list[str | None] = [None]
         if settings.lora.max_rank:
-            modules = tuple(sorted({name.rpartition(".")[2] for name in learner.adapted}))
-            options = replace(options, max_lora_rank=settings.lora.max_rank, lora_target_modules=modules)
+            self.adapters = [f"slot-{index}" for index in range(settings.engine.max_adapters)]
+            options = replace(
+                options,
+                max_lora_rank=settings.lora.max_rank,
+                max_adapters=len(self.adapters) + 1,
+                lora_target_modules=tuple(sorted({name.rpartition(".")[2] for name in learner.adapted})),
+            )
         name = settings.engine.name
         if name == "transformers":
             shared = {one.name for one in fields(TransformersOptions)} & {one.name for one in fields(VLLMOptions)}
@@ -239,59 +250,85 @@ class EngineBackend:
         ]
         self.engine = ReplicatedEngine(engines)
         self._version = 0
+        self._folder = settings.server.folder / "served"
+        self._files: dict[str | None, Path] = {}
         is_exact = settings.vllm.dtype == settings.learner.dtype == "float32"
         self._tolerances = ProofTolerances() if is_exact else BFLOAT16_TOLERANCES
 
-    async def start(self) -> None:
-        """Load the model.
+    async def start(self, base: Path) -> None:
+        """Load the model, and prove it with the weights in a folder that change nothing.
 
         Raises:
             DeadlineError: It took too long.
             EngineError: The engine cannot serve the model.
-            SettingsError: The engine cannot serve adapters of the set rank.
+            SettingsError: The engine cannot serve adapters of the set rank, or not as many.
+            WeightProofError: It serves something else than the learner.
         """
         deadline_s = self._settings.engine.start_deadline_s
         async with within(deadline_s, f"the engine did not start within engine.start_deadline_s = {deadline_s:g} s."):
             await self.engine.start()
-        traits, rank = self.engine.traits, self._settings.lora.max_rank
-        if traits.max_lora_rank < rank:
+        traits, rank, most = self.engine.traits, self._settings.lora.max_rank, len(self.adapters) + 1
+        if rank and (traits.max_lora_rank < rank or traits.max_adapters < most):
             raise SettingsError(
-                f"{traits.name} serves adapters up to rank {traits.max_lora_rank}; lora.max_rank = {rank}."
+                f"the engine must serve {most} adapters of rank {rank}, for engine.max_adapters and lora.max_rank; "
+                f"{traits.name} serves {traits.max_adapters} up to rank {traits.max_lora_rank}."
             )
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        if rank:
+            await self.serve(base, UNCHANGED)
 
-    async def serve(self, folder: Path) -> int:
+    async def serve(self, folder: Path, adapter: str | None) -> int:
         """Serve the weights in a folder that `LearnerBackend.save_sampler` wrote; return their version.
 
         A failed proof is repeated once.
 
+        Args:
+            folder: The folder. It may be removed while its weights are served.
+            adapter: One of `adapters`; its last weights are no longer served.
+
         Raises:
+            CheckpointError: The folder was removed.
             WeightProofError: The engine refuses them, or serves something else; the message names the tensor.
         """
-        try:
-            return await self._serve_once(folder)
-        except WeightProofError as error:
-            log.warning("weight_proof_failed", version=self._version, tensor=error.tensor, error=str(error))
-            return await self._serve_once(folder)
-        except EngineError as error:
-            raise WeightProofError(f"the engine refuses {folder}: {error}") from error
-
-    async def _serve_once(self, folder: Path) -> int:
         self._version += 1
-        update, canary = await asyncio.to_thread(self._update, folder, self._version)
-        await self.engine.publish(update, canary=canary, tolerances=self._tolerances)
-        return self._version
+        file = self._folder / f"{self._version}.safetensors"  # an engine that restarts reads it again
+        try:
+            update, canary = await asyncio.to_thread(self._update, folder, file, self._version, adapter)
+            await self._publish(update, canary)
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
+        if (last := self._files.get(adapter)) is not None:
+            last.unlink()
+        self._files[adapter] = file
+        return update.version
 
-    def _update(self, folder: Path, version: int) -> tuple[WeightUpdate, Canary]:
+    async def _publish(self, update: WeightUpdate, canary: Canary) -> None:
+        try:
+            await self.engine.publish(update, canary=canary, tolerances=self._tolerances)
+        except WeightProofError as error:
+            log.warning("weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error))
+            await self.engine.publish(update, canary=canary, tolerances=self._tolerances)
+        except EngineDiedError:
+            raise
+        except EngineError as error:
+            raise WeightProofError(f"the engine refuses version {update.version}: {error}") from error
+
+    def _update(self, folder: Path, file: Path, version: int, adapter: str | None) -> tuple[WeightUpdate, Canary]:
         from safetensors.torch import load_file
 
-        file = folder / WEIGHTS_FILE
-        rank = self._settings.lora.max_rank
+        try:
+            os.link(folder / WEIGHTS_FILE, file)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} was removed before its weights were served.") from None
+        rank, base = self._settings.lora.max_rank, self._learner.base
         update = WeightUpdate(
             version=version,
             digests=digest_tensors(load_file(file), kind="crc32c" if rank else None),
             location=InFile(file=file),
             tied=self._learner.tied,
-            adapter=AdapterUpdate(rank=rank, base=self._learner.base) if rank else None,
+            adapter=None if adapter is None else AdapterUpdate(rank=rank, base=base, name=adapter),
         )
         rows = read_json_object(folder / CANARY_FILE)["logprobs"]
         logprobs = [np.asarray(row, dtype=np.float32) for row in rows]

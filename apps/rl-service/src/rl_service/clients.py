@@ -225,6 +225,11 @@ class Clients:
             if client.entry.session_id == session_id and client.lost is None:
                 yield client
 
+    def lose_all(self, why: str) -> None:
+        """Note that the weights of all training clients are no longer in memory."""
+        for client in self.training.values():
+            client.lost = client.lost or f"{why} after its step {client.step}"
+
     def _note(self, entry: Entry) -> None:
         with self._lock:
             self._journal.write(msgspec.json.encode(entry) + b"\n")
@@ -250,9 +255,7 @@ class Clients:
         ended = [Ended(name=name, why=why) for name, why in self.ended.items()]
         entries: list[Entry] = [*self.sessions.values(), *trained, *steps, *self.sampling.values(), *ended]
         write_durably(file, b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
-        for client in self.training.values():
-            if client.lost is None:
-                client.lost = f"the server was restarted after its step {client.step}"
+        self.lose_all("the server was restarted")
 
     def _apply(self, entry: Entry) -> None:
         match entry:

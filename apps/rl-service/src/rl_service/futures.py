@@ -10,6 +10,10 @@ import msgspec
 from rl_core.data import Json
 
 JSON = "application/json"
+KEPT_BYTES = 1024
+"""Size of a kept result beside its content."""
+TRIMMED_TO = 0.9
+"""Share of the maximum size that is kept when it is exceeded, so that not every result needs a search."""
 Category = Literal["user", "server"]
 
 
@@ -71,8 +75,9 @@ class Futures:
         future = self._futures.get(request_id)
         if future is None or future.answer is not None:
             return
+        self._futures[request_id] = self._futures.pop(request_id)  # the newest of the finished ones
         future.answer = answer
-        self._num_bytes += len(answer.content)
+        self._num_bytes += len(answer.content) + KEPT_BYTES
         future.done.set()
         self._trim()
 
@@ -80,7 +85,7 @@ class Futures:
         """Return a result, or None if there is none after a time.
 
         Raises:
-            KeyError: The request is not known.
+            KeyError: The request is not known, or no longer.
         """
         future = self._futures[request_id]
         try:
@@ -88,13 +93,23 @@ class Futures:
                 await future.done.wait()
         except TimeoutError:
             return None
+        if future.answer is None:
+            raise KeyError(request_id)
         future.fetched_at = time.monotonic()
         return future.answer
 
-    def is_open(self, request_id: str) -> bool:
-        """True if a result is still expected."""
-        future = self._futures.get(request_id)
-        return future is not None and future.answer is None
+    def forget_open(self) -> int:
+        """Expect no more results, and return how many were expected."""
+        forgotten = [request_id for request_id, future in self._futures.items() if future.answer is None]
+        for request_id in forgotten:
+            self._futures.pop(request_id).done.set()
+        return len(forgotten)
+
+    def release(self, prefix: str) -> None:
+        """Keep results only as long as if their client, whose requests begin with a prefix, had them all."""
+        for request_id, future in self._futures.items():
+            if request_id.startswith(prefix) and future.fetched_at is None:
+                future.fetched_at = time.monotonic()
 
     def sweep(self) -> None:
         """Drop results that were fetched long ago."""
@@ -104,12 +119,14 @@ class Futures:
                 self._drop(request_id)
 
     def _trim(self) -> None:
+        if self._num_bytes <= self._kept_bytes:
+            return
         finished = [one for one, future in self._futures.items() if future.answer is not None]
         for request_id in sorted(finished[:-1], key=lambda one: self._futures[one].fetched_at is None):
-            if self._num_bytes <= self._kept_bytes:
+            if self._num_bytes <= TRIMMED_TO * self._kept_bytes:
                 return
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
         answer = self._futures.pop(request_id).answer
-        self._num_bytes -= 0 if answer is None else len(answer.content)
+        self._num_bytes -= 0 if answer is None else len(answer.content) + KEPT_BYTES

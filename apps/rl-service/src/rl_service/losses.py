@@ -1,6 +1,6 @@
 """Losses of the API as objectives of the learner, and the rows that they need."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ class Datum:
 
     Attributes:
         tokens: [N] int32 input tokens.
-        inputs: The loss's inputs by name, with one value for each token.
+        inputs: The loss's inputs by name, with one value for each token; K for soft targets of a cross entropy.
     """
 
     tokens: IntArray
@@ -58,16 +58,20 @@ class ForwardBackward:
 
 POLICY_INPUTS = {"logprobs": "rollout_logprobs", "advantages": "advantages"}
 INPUTS: Mapping[str, Mapping[str, str]] = {
-    "cross_entropy": {"weights": "loss_weights"},
+    "cross_entropy": {"weights": "target_weights"},
     "gspo": {**POLICY_INPUTS, "sequence_ratio_mask": "token_selection"},
 }
 """The learner's column for each input of a loss, besides `target_tokens`; those of other losses are POLICY_INPUTS."""
+UNUSED: Mapping[str, Collection[str]] = {"cross_entropy": POLICY_INPUTS}
+"""Inputs that a loss accepts without effect, because programs send sampled tokens to any loss."""
 OPTIONAL = ("weights", "sequence_ratio_mask")
 """Inputs that are 1 at each token if the client sends none."""
 
 
 def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> Batch:
     """Return the rows of a request: the input tokens of each, and its last target.
+
+    If a datum of a cross entropy has other targets than the tokens after its inputs, all rows have `target_ids`.
 
     Args:
         request: The request.
@@ -81,12 +85,16 @@ def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> B
         raise RefusedError("data must have at least one datum.", param="data")
     rows = [_row(datum, request.loss, f"data[{index}]") for index, datum in enumerate(request.data)]
     for index, row in enumerate(rows):
-        ids = row["input_ids"]
-        if len(ids) > max_tokens or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        ids, length = row["input_ids"], len(row["input_ids"])
+        if "target_ids" in row:
+            ids = np.append(ids, row["target_ids"][1:])
+        if length > max_tokens or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             raise RefusedError(
                 f"data[{index}] must have at most {max_tokens} tokens with ids from 0 to {vocab_size - 1}, with its "
-                f"last target; found {len(ids)} tokens with ids from {int(ids.min())} to {int(ids.max())}."
+                f"last target; found {length} tokens with ids from {int(ids.min())} to {int(ids.max())}."
             )
+    if request.loss == "cross_entropy":
+        rows = _of_equal_width(rows)
     offsets = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
     columns = {name: Ragged(np.concatenate([row[name] for row in rows]), offsets) for name in rows[0]}
     return Batch([RowKey(f"datum-{index}", 0, 0) for index in range(len(rows))], columns)
@@ -95,54 +103,78 @@ def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> B
 def _row(datum: Datum, loss: str, where: str) -> dict[str, NDArray[Any]]:
     """Return a row's columns, with 0 at the first token.
 
-    Targets are the tokens after their inputs. Programs fill those of a policy loss with others where the advantage is
-    0; these positions are masked.
+    Programs fill the targets of a policy loss with any token where the advantage is 0; these positions are masked.
     """
     columns, tokens = INPUTS.get(loss, POLICY_INPUTS), datum.tokens
-    known, targets = {"target_tokens", *columns}, datum.inputs.get("target_tokens")
+    known, is_soft = {"target_tokens", *columns}, loss == "cross_entropy"
     for name in datum.inputs:
-        if name not in known:
+        if name not in known and name not in UNUSED.get(loss, ()):
             raise RefusedError(f"{where}: {unknown_name('input', name[:80], known)}", param=name[:80])
     if not len(tokens):
         raise RefusedError(f"{where}.model_input must have at least one token.", param="model_input")
+    targets = datum.inputs.get("target_tokens", np.zeros(0))
+    if targets.shape[:1] != tokens.shape or targets.ndim > 1 + is_soft or targets.dtype.kind != "i" or not targets.size:
+        wanted = f"[{len(tokens)}]{f' or [{len(tokens)}, K]' if is_soft else ''}"
+        raise refused_field(f"{where}.target_tokens", f"shape {list(targets.shape)}", f"integers of shape {wanted}")
     row: dict[str, NDArray[Any]] = {}
     for name, column in columns.items():
-        values = datum.inputs.get(name, np.ones(tokens.shape) if name in OPTIONAL else None)
-        if values is None or values.shape != tokens.shape or not np.isfinite(values).all():
+        values = datum.inputs.get(name, np.ones(targets.shape) if name in OPTIONAL else None)
+        if values is None or values.shape != targets.shape or not np.isfinite(values).all():
             found = None if values is None else list(values.shape)
-            raise refused_field(f"{where}.{name}", f"shape {found}", f"{len(tokens)} finite numbers")
-        row[column] = np.concatenate([[0.0], values]).astype(np.float32)
-    is_known = np.ones(len(tokens) + 1, dtype=np.bool_)
-    if targets is not None and targets.shape == tokens.shape:
+            wanted = f"finite numbers of shape {list(targets.shape)}"
+            raise refused_field(f"{where}.{name}", f"shape {found}", wanted)
+        row[column] = _after_first(values, 0).astype(np.float32)
+    is_known = np.arange(len(tokens) + 1) > 0
+    if is_soft:
+        row["target_ids"] = _after_first(targets, -1)
+        row = {name: values.reshape(len(is_known), -1) for name, values in row.items()}
+    else:
         is_known[1:-1] = targets[:-1] == tokens[1:]
-    is_free = row.get("advantages", np.ones(1)) == 0
-    if targets is None or targets.shape != tokens.shape or not (is_known | is_free).all():
-        found = None if targets is None else list(targets.shape)
-        raise RefusedError(
-            f"{where}.target_tokens must be the token after each of the {len(tokens)} input tokens; found "
-            f"{'other tokens' if found == list(tokens.shape) else f'shape {found}'}.",
-            param="target_tokens",
-        )
-    is_known[0] = False
-    row = {name: np.where(is_known, values, np.float32(0)) for name, values in row.items()}
-    row["input_ids"], row["loss_mask"] = np.concatenate([tokens.astype(np.int64), targets[-1:]]), is_known
+        if row["advantages"][1:][~is_known[1:]].any():
+            message = "must be the token after each input token where advantages is not 0; found other tokens."
+            raise RefusedError(f"{where}.target_tokens {message}", param="target_tokens")
+        row = {name: np.where(is_known, values, np.float32(0)) for name, values in row.items()}
+    row["input_ids"], row["loss_mask"] = np.append(tokens.astype(np.int64), targets.flat[-1]), is_known
     return {"loss_weights": is_known.astype(np.float32), **row}
 
 
-def target_logprobs(logprobs: Ragged) -> list[FloatArray]:
-    """Return the logprobs of each row's targets."""
-    return [np.asarray(one[1:], dtype=np.float32) for one in logprobs]
+def _after_first(values: NDArray[Any], first: int) -> NDArray[Any]:
+    """Return values of the targets with one in front, for the first token of the row."""
+    return np.concatenate([np.full((1, *values.shape[1:]), first), values])
+
+
+def _of_equal_width(rows: Sequence[dict[str, NDArray[Any]]]) -> list[dict[str, NDArray[Any]]]:
+    """Return rows with equally many `target_ids`, or without any if all targets are the tokens after their inputs."""
+    if all(np.array_equal(row["target_ids"][1:], row["input_ids"][1:, None]) for row in rows):
+        names = ("input_ids", "loss_mask")
+        return [{name: row[name] for name in names} | {"loss_weights": row["target_weights"][:, 0]} for row in rows]
+    width = max(row["target_ids"].shape[1] for row in rows)
+    wide = []
+    for row in rows:
+        missing = ((0, 0), (0, width - row["target_ids"].shape[1]))
+        ids, weights = np.pad(row["target_ids"], missing, constant_values=-1), np.pad(row["target_weights"], missing)
+        wide.append({**row, "target_ids": ids, "target_weights": weights})
+    return wide
+
+
+def target_logprobs(request: ForwardBackward, logprobs: Ragged) -> list[FloatArray]:
+    """Return the logprobs of each row's targets, in the shape of its `target_tokens`."""
+    found = []
+    for datum, row in zip(request.data, logprobs, strict=True):
+        shape = datum.inputs["target_tokens"].shape
+        of_targets = row[1:] if row.ndim == 1 else row[1:, : int(np.prod(shape[1:]))]
+        found.append(np.asarray(of_targets, dtype=np.float32).reshape(shape))
+    return found
 
 
 def loss_of(objective: Objective, batch: Batch, logprobs: Ragged) -> float:
     """Return the loss of rows whose logprobs are known."""
     ids = batch.ragged("input_ids")
-    columns = {name: torch.from_numpy(np.array(batch.ragged(name).values)) for name in batch.names - {"input_ids"}}
     rows = MicroBatch(
-        input_ids=torch.from_numpy(ids.values.astype(np.int64)),
+        input_ids=batch.tensor("input_ids").long(),
         position_ids=torch.cat([torch.arange(length) for length in ids.lengths.tolist()]),
-        offsets=torch.from_numpy(np.array(ids.offsets)),
-        columns=columns,
+        offsets=torch.tensor(ids.offsets),
+        columns={name: batch.tensor(name) for name in batch.names - {"input_ids"}},
     )
     with torch.no_grad():
         return float(objective(torch.from_numpy(np.array(logprobs.values)), None, rows)[0])

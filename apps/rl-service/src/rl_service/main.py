@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 NAME = "rl-service"
 KEY_PREFIX = "tml-"
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+LAST_POLLS_S = 1.0
+"""Time for clients that are between two polls to learn that the service stops."""
 USAGE = """usage: rl-service serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]
 
   serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]
@@ -76,8 +79,15 @@ async def serve(settings: "ServiceSettings") -> None:
         RLError: The service cannot be started; the message says what to do.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)  # type: ignore[union-attr]  # a coroutine runs in a task
+
+    def stop() -> None:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL)
+        say("Stopping. A running training request finishes first; Ctrl-C or SIGTERM again ends at once.")
+        task.cancel()  # type: ignore[union-attr]  # a coroutine runs in a task
+
+    for number in STOPPING:
+        loop.add_signal_handler(number, stop)
     with suppress(asyncio.CancelledError):
         async with running(settings) as url:
             say(f"Serving {settings.policy.all_names[0]} at {url}.")
@@ -118,6 +128,8 @@ async def _running(settings: "ServiceSettings") -> AsyncIterator[str]:
         await service.start()
         yield f"http://{server.host}:{await listener.start()}"
     finally:
+        if service.stop():
+            await asyncio.sleep(LAST_POLLS_S)
         await listener.close()
         await service.close()
 

@@ -11,8 +11,9 @@ import tomli_w
 from rl_core import Batch, Ragged
 from rl_core.files import write_durably
 from rl_distill.learner import OptimStepResult
-from rl_metrics import EventLog, Fanout, JsonlTracker, Recorder
-from rl_metrics.reductions import summarize_mismatch
+from rl_metrics.reductions import Recorder, summarize_mismatch
+from rl_metrics.run_files import EventLog
+from rl_metrics.trackers import Fanout, JsonlTracker
 from rl_service.sampling import Sampled
 
 MAX_ERROR_CHARS = 1000

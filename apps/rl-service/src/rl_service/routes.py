@@ -4,9 +4,8 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -23,7 +22,6 @@ from rl_service.settings import ServiceSettings
 from rl_service.wire import PROTOBUF, decompressed, read_forward_backward
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
-RequestT = TypeVar("RequestT", bound=requests.Request)
 API = "/api/v1"
 CHECKPOINT = "/training_runs/{run}/checkpoints/{segment}/{name}"
 DOWNLOAD_S = 3600
@@ -69,7 +67,7 @@ class Routes:
             "/create_sampling_session": of(requests.CreateSamplingSession, service.create_sampling_session),
             "/asample": of(requests.Sample, service.sample),
             "/retrieve_future": self._retrieve,
-            "/cancel_future": self._cancel,
+            "/cancel_future": of(requests.CancelFuture, service.cancel),
             "/weights_info": of(requests.WeightsPath, self._weights_info),
             "/telemetry": self._telemetry,
         }
@@ -104,7 +102,7 @@ class Routes:
 
         return admitted
 
-    def _posted(self, kind: type[RequestT], run: Callable[[RequestT], dict[str, Json]]) -> Handler:
+    def _posted(self, kind: type[requests.RequestT], run: Callable[[requests.RequestT], dict[str, Json]]) -> Handler:
         async def handled(request: HttpRequest) -> Response:
             return JSONResponse(run(await self._read(request, kind)))
 
@@ -115,15 +113,12 @@ class Routes:
         encoding = request.headers.get("content-encoding", "")
         return decompressed(content, encoding, max_bytes=self._settings.server.max_body_bytes)
 
-    async def _read(self, request: HttpRequest, kind: type[RequestT]) -> RequestT:
-        content = await self._content(request) or b"{}"
+    async def _read(self, request: HttpRequest, kind: type[requests.RequestT]) -> requests.RequestT:
+        content = await self._content(request)
         if kind is not requests.Sample and len(content) > MAX_JSON_BYTES:
             told = f"a {kind.__name__} must have at most {MAX_JSON_BYTES} bytes; found {len(content)}."
             raise RefusedError(told, kind="request_too_large")
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-            raise RefusedError(f"the body is not a {kind.__name__}: {error}.") from None
+        return requests.read_request(content, kind)
 
     def _client_config(self, _: requests.ClientConfig) -> dict[str, Json]:
         """Switch off what this service lacks; a client sends one part of a training request after the other."""
@@ -163,10 +158,6 @@ class Routes:
         if answer is None:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
         return Response(answer.content, media_type=answer.media_type)
-
-    async def _cancel(self, request: HttpRequest) -> Response:
-        await self._service.cancel(await self._read(request, requests.CancelFuture))
-        return JSONResponse({})
 
     async def _telemetry(self, request: HttpRequest) -> Response:
         """Accept and drop a client's telemetry."""

@@ -1,11 +1,12 @@
-"""Sampling from saved weights with one engine, which serves the weights of one client after the other."""
+"""Sampling from saved weights with one engine, which has slots for the weights of several clients."""
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from rl_core.errors import EngineError, WeightProofError
 from rl_core.weights import TokenScores
 from rl_rollout.engines import GenerateRequest, Generation, RolloutEngine, SamplingParams
 from rl_rollout.gateway import RefusedError, refused_field
-from rl_service.requests import Sample
+from rl_service.backend import BASE
+from rl_service.requests import Sample, TextChunk
 
 MAX_SEED = 1 << 52
 """Below the largest seed of every engine; larger ones are used modulo this."""
@@ -37,93 +39,160 @@ class Sampled:
     top: tuple[IntArray, FloatArray] | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    path: str
-    admitted: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+class Weights(NamedTuple):
+    """Weights to sample from.
 
-
-class EngineTurns:
-    """Lets requests use an engine with their own weights.
-
-    Requests that wait for the same weights run together. Requests of others wait until those have finished; requests
-    of the served weights that come later do not overtake them.
+    Attributes:
+        path: Where they are saved, or `BASE`.
+        saved_at: Unix time; others may be saved at the same path later.
     """
 
-    def __init__(self, serve: Callable[[str], Awaitable[int]]) -> None:
-        """Start with unknown weights.
+    path: str
+    saved_at: float = 0.0
+
+
+class Served(NamedTuple):
+    """What a request asks the engine for.
+
+    Attributes:
+        adapter: See `GenerateRequest.adapter`.
+        version: Version of all tokens that it gets.
+    """
+
+    adapter: str | None
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Room in the engine for the weights of one adapter, or for all weights."""
+
+    adapter: str | None
+    weights: Weights | None = None
+    loading: "asyncio.Future[int] | None" = None
+    num_users: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_users and (self.loading is None or self.loading.done())
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    weights: Weights
+    slot: _Slot | None = None
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EngineSlots:
+    """Lets requests use an engine with their own weights.
+
+    Requests whose weights are in a slot run at once. Others get a slot that no request uses, an empty one or the least
+    recently used, in their order. While one waits, the least recently used slot accepts no requests, so that it becomes
+    free.
+    """
+
+    def __init__(self, serve: Callable[[Weights, str | None], Awaitable[int]], adapters: Sequence[str | None]) -> None:
+        """Start with empty slots.
 
         Args:
-            serve: Makes the engine serve the weights of a path, proven, and returns their version.
+            serve: Makes the engine serve weights under an adapter's name, proven, and returns their version.
+            adapters: Name of each slot; [None] is a slot for all weights, which the base needs too.
         """
         self._serve = serve
-        self._path: str | None = None
-        self._version = 0
-        self._num_running = 0
-        self._waiting: deque[_Waiter] = deque()
-        self._switching: asyncio.Task[None] | None = None
+        self._slots = [_Slot(adapter) for adapter in adapters]  # least recently used first
+        self._waiting: list[_Waiter] = []
 
     @asynccontextmanager
-    async def using(self, path: str) -> AsyncIterator[int]:
-        """Wait until the engine serves these weights; it does while the context is open. Yields their version."""
-        waiter = _Waiter(path)
+    async def using(self, weights: Weights) -> AsyncIterator[Served]:
+        """Wait until the engine serves these weights; it does while the context is open.
+
+        Raises:
+            RLError: They cannot be served.
+        """
+        if weights.path == BASE and self._slots[0].adapter is not None:
+            yield Served(BASE, 0)
+            return
+        waiter = _Waiter(weights)
         self._waiting.append(waiter)
         self._advance()
         try:
-            version = await waiter.admitted
-        except asyncio.CancelledError:
-            self._leave(waiter)
-            raise
-        try:
-            yield version
+            await waiter.admitted.wait()
+            slot = cast("_Slot", waiter.slot)
+            yield Served(slot.adapter, await asyncio.shield(cast("asyncio.Future[int]", slot.loading)))
         finally:
-            self._num_running -= 1
+            if waiter.slot is None:
+                self._waiting.remove(waiter)
+            else:
+                waiter.slot.num_users -= 1
             self._advance()
 
-    def _leave(self, waiter: _Waiter) -> None:
-        if waiter in self._waiting:
-            self._waiting.remove(waiter)
-        elif waiter.admitted.done() and not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
-            self._num_running -= 1  # admitted in the turn of its cancellation
-        self._advance()
-
     def _advance(self) -> None:
-        while self._switching is None and self._waiting and self._waiting[0].path == self._path:
-            waiter = self._waiting.popleft()
-            if not waiter.admitted.done():
-                self._num_running += 1
-                waiter.admitted.set_result(self._version)
-        if self._switching is None and self._waiting and not self._num_running:
-            self._switching = asyncio.ensure_future(self._switch(self._waiting[0].path))
+        """Admit requests that have a slot, in their order."""
+        claimed = None
+        for waiter in list(self._waiting):
+            slot = self._slot_for(waiter.weights)
+            if slot is None:
+                claimed = claimed or self._slots[0]
+            elif slot is not claimed:
+                self._slots.remove(slot)
+                self._slots.append(slot)
+                self._waiting.remove(waiter)
+                slot.num_users += 1
+                waiter.slot = slot
+                waiter.admitted.set()
 
-    async def _switch(self, path: str) -> None:
-        self._path, failure = None, None
-        try:
-            self._version = await self._serve(path)
-            self._path = path
-        except Exception as error:
-            failure = error
-        self._switching = None
-        mine = [one for one in self._waiting if one.path == path]
-        self._waiting = deque([*(mine if failure is None else ()), *(one for one in self._waiting if one.path != path)])
-        for waiter in mine:
-            if failure is not None and not waiter.admitted.done():
-                waiter.admitted.set_exception(failure)
+    def _slot_for(self, weights: Weights) -> _Slot | None:
+        """Return the slot that has these weights, or one that begins to load them; None if all others are in use."""
+        having = [slot for slot in self._slots if slot.weights == weights]
+        idle = sorted((slot for slot in self._slots if slot.is_idle), key=lambda one: one.weights is not None)
+        if having or not idle:
+            return having[0] if having else None
+        slot = idle[0]
+        slot.weights, slot.loading = weights, asyncio.ensure_future(self._serve(weights, slot.adapter))
+        slot.loading.add_done_callback(partial(self._loaded, slot))
+        return slot
+
+    def _loaded(self, slot: _Slot, loading: "asyncio.Future[int]") -> None:
+        if loading.cancelled() or loading.exception() is not None:
+            slot.weights = None
         self._advance()
+
+
+class Share:
+    """Bounds the samples of a session in the engine, so that its waiting ones do not delay those of other sessions."""
+
+    def __init__(self, most: int) -> None:
+        """Allow this many samples at once; a request of more counts as this many."""
+        self._most, self._room, self._first = most, asyncio.Semaphore(most), asyncio.Lock()
+
+    @asynccontextmanager
+    async def of(self, num_samples: int) -> AsyncIterator[None]:
+        """Wait until samples have room; they do while the context is open."""
+        taken = 0
+        try:
+            async with self._first:
+                while taken < min(num_samples, self._most):
+                    await self._room.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._room.release()
 
 
 class Sampler:
     """Answers sampling requests."""
 
-    def __init__(self, engine: RolloutEngine, turns: EngineTurns, *, max_samples: int) -> None:
+    def __init__(self, engine: RolloutEngine, slots: EngineSlots, *, max_samples: int) -> None:
         """Use an engine.
 
         Args:
             engine: The engine, started.
-            turns: Whose weights it serves.
+            slots: The weights that it serves.
             max_samples: Maximum number of samples of a request.
         """
-        self._engine, self._turns, self._max_samples = engine, turns, max_samples
+        self._engine, self._slots, self._max_samples = engine, slots, max_samples
 
     @property
     def max_tokens(self) -> int:
@@ -137,10 +206,11 @@ class Sampler:
             RefusedError: The request cannot be served; the message names the field.
         """
         traits = self._engine.traits
+        ids: list[int] = []
         for index, chunk in enumerate(request.prompt.chunks):
-            if chunk.tokens is None:
+            if not isinstance(chunk, TextChunk):
                 raise refused_field(f"prompt.chunks[{index}]", chunk.type, "text; this service samples no other kind")
-        ids = [token for chunk in request.prompt.chunks for token in chunk.tokens or ()]
+            ids += chunk.tokens
         if not ids or not 0 <= min(ids) <= max(ids) < traits.vocab_size:
             raise RefusedError(f"prompt must have token ids from 0 to {traits.vocab_size - 1}.", param="prompt")
         if not 1 <= request.num_samples <= self._max_samples:
@@ -188,20 +258,21 @@ class Sampler:
         )
 
     async def sample(
-        self, path: str, request: Sample, asked: GenerateRequest, *, request_id: str
+        self, weights: Weights, request: Sample, asked: GenerateRequest, *, request_id: str
     ) -> tuple[list[Sampled], FloatArray | None, tuple[IntArray, FloatArray] | None]:
-        """Sample with the weights of a path.
+        """Sample with some weights.
 
         Returns:
             The samples, and logprobs and most probable tokens of the prompt, if asked for.
 
         Raises:
             EngineError: The engine refuses the request or failed.
-            WeightProofError: Tokens were sampled with other weights.
+            WeightProofError: The engine cannot serve these weights, or sampled tokens with others.
         """
-        async with self._turns.using(path) as version:
-            generations = await self._engine.generate(replace(asked, request_id=request_id))
-            _check_served(generations, version)
+        async with self._slots.using(weights) as served:
+            asked = replace(asked, request_id=request_id, adapter=served.adapter)
+            generations = await self._engine.generate(asked)
+            _check_served(generations, served.version)
             scores = await self._scores(request, asked, generations)
         of_samples = scores[1:] or itertools.repeat(None)
         samples = [
@@ -225,7 +296,7 @@ class Sampler:
         if not scores_samples and not request.prompt_logprobs and not top_k:
             return []
         whole = [np.concatenate([asked.input_ids, one.token_ids]) for one in generations] if scores_samples else []
-        return await self._engine.score([asked.input_ids, *whole], top_k=top_k)
+        return await self._engine.score([asked.input_ids, *whole], top_k=top_k, adapter=asked.adapter)
 
 
 def _check_served(generations: Sequence[Generation], version: int) -> None:

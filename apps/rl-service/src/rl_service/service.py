@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Coroutine
+from collections import defaultdict
+from collections.abc import Coroutine, Mapping
 from functools import partial
 
 from rl_core.data import Json
@@ -39,7 +39,7 @@ from rl_service.requests import (
     SaveWeightsExternal,
     SaveWeightsForSampler,
 )
-from rl_service.sampling import EngineTurns, Sampler
+from rl_service.sampling import EngineSlots, Sampler, Share, Weights
 from rl_service.scheduling import Turns, Work
 from rl_service.settings import ServiceSettings
 from rl_service.training import TrainingRequest, TrainingRequests
@@ -80,16 +80,28 @@ class TrainingService:
         self._learner = LearnerBackend(settings)
         self._engine = EngineBackend(settings, self._learner)
         self._training = TrainingRequests(settings, self._learner, self.clients, self.checkpoints)
-        self.sampler = Sampler(self._engine.engine, EngineTurns(self._serve), max_samples=self._limits.max_samples)
+        slots = EngineSlots(self._serve, self._engine.adapters)
+        self.sampler = Sampler(self._engine.engine, slots, max_samples=self._limits.max_samples)
         self._turns, self._faults = Turns(self._limits), FaultLog()
-        self._num_sampling: Counter[str] = Counter()
+        self._sampling: defaultdict[str, dict[str, asyncio.Task[None]]] = defaultdict(dict)
+        most = settings.vllm.max_num_seqs * settings.engine.replicas
+        self._shares: defaultdict[str, Share] = defaultdict(partial(Share, most))
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Load the models and begin to work; see the backends."""
         await self._learner.start(self._models)
-        await self._engine.start()
+        await self._engine.start(self._models / BASE)
         self._begin(self._work())
+
+    def stop(self) -> int:
+        """Answer clients that wait: training clients with what is lost, others that they may ask again.
+
+        Returns:
+            How many results they waited for.
+        """
+        self.clients.lose_all("the server was stopped")
+        return self.futures.forget_open()
 
     async def close(self) -> None:
         """Stop; a running request of the learner finishes."""
@@ -152,8 +164,6 @@ class TrainingService:
         """Load saved weights into a training client, or into a new one."""
         if request.model_id is None:
             return self.create_model(request)
-        if request.seq_id is None:
-            raise RefusedError("seq_id is required.", param="seq_id")
         return self._submit(self.clients.trains(request.model_id), request.seq_id, request)
 
     def train(
@@ -203,18 +213,20 @@ class TrainingService:
         request_id = f"{sampler_id}:{request.seq_id}"
         if not self.futures.knows(request_id):
             asked = self.sampler.checked(request)
-            if self._num_sampling[sampler_id] >= most:
+            if len(self._sampling[sampler_id]) >= most:
                 raise RefusedError(f"{sampler_id} has limits.max_waiting = {most} requests.", kind="rate_limit_error")
             self.futures.open(request_id)
-            self._num_sampling[sampler_id] += 1
-            self._begin(self._sample(client, request, asked, request_id))
+            self._sampling[sampler_id][request_id] = self._begin(self._sample(client, request, asked, request_id))
         ids: list[Json] = [f"{request_id}:{index}" for index in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    async def cancel(self, request: CancelFuture) -> None:
+    def cancel(self, request: CancelFuture) -> Body:
         """End a sampling request whose result is no longer needed."""
-        if self.futures.is_open(request.request_id):
-            await self._engine.engine.abort({request.request_id})
+        request_id = request.request_id
+        running = self._sampling.get(request_id.rpartition(":")[0], {})
+        if request_id in running:
+            self._abort({request_id: running.pop(request_id)}, "its client cancelled it")
+        return {}
 
     def unknown_result(self, request_id: str) -> Answer | None:
         """Return the failure of a request without result, or None if its client may send it again.
@@ -229,8 +241,12 @@ class TrainingService:
         told = self._lost(client) if client.lost else "its result was dropped; see limits.kept_results_bytes."
         return Answer.failed(str(told), "server")
 
-    def _submit(self, client: TrainingClient, seq_id: int, request: TrainingRequest, *, num_bytes: int = 0) -> Body:
+    def _submit(
+        self, client: TrainingClient, seq_id: int | None, request: TrainingRequest, *, num_bytes: int = 0
+    ) -> Body:
         """Let a request wait for its turn, unless it does already: a client that lost the response asks again."""
+        if seq_id is None:
+            raise RefusedError("seq_id is required.", param="seq_id")
         owner = client.model_id
         request_id = f"{owner}:{seq_id}"
         if not self.futures.knows(request_id):
@@ -257,7 +273,9 @@ class TrainingService:
         path = self._training.inflight.get(client.follows or "", client.path)
         record = None if path is None else self._training.records.get(split_path(path)[0])
         try:
-            samples, logprobs, top = await self.sampler.sample(path or BASE, request, asked, request_id=request_id)
+            weights = Weights(BASE) if path is None else Weights(path, self.checkpoints.find(path).saved_at)
+            async with self._shares[client.session_id].of(request.num_samples):
+                samples, logprobs, top = await self.sampler.sample(weights, request, asked, request_id=request_id)
             answer = Answer(content=write_samples(samples, logprobs, top), media_type=PROTOBUF)
             if record is not None and logprobs is None:  # not to score a prompt
                 record.sampled(samples, num_prompt=len(asked.input_ids))
@@ -266,11 +284,20 @@ class TrainingService:
             if record is not None:
                 record.failed(error)
         finally:
-            self._num_sampling[client.sampler_id] -= 1
+            self._sampling[client.sampler_id].pop(request_id, None)
         self.futures.settle(request_id, answer)
 
-    async def _serve(self, path: str) -> int:
-        return await self._engine.serve(self._models / BASE if path == BASE else self.checkpoints.folder_of(path))
+    def _abort(self, requests: Mapping[str, "asyncio.Task[None]"], why: str) -> None:
+        """End sampling requests that wait or run."""
+        for request_id, task in requests.items():
+            self.futures.settle(request_id, Answer.failed(f"the request was aborted: {why}.", "user"))
+            task.cancel()
+        self._begin(self._engine.engine.abort(set(requests)))
+
+    async def _serve(self, weights: Weights, adapter: str | None) -> int:
+        path = weights.path
+        folder = self._models / BASE if path == BASE else self.checkpoints.folder_of(path)
+        return await self._engine.serve(folder, adapter)
 
     def _failure(self, error: Exception) -> Answer:
         if isinstance(error, OF_CLIENT) and not isinstance(error, OF_SERVER):
@@ -281,6 +308,10 @@ class TrainingService:
 
     def _end(self, session_id: str, why: str, *, event: str) -> None:
         self.clients.end(session_id, why)
+        self.futures.release(f"{session_id}:")
+        self._shares.pop(session_id, None)
+        for sampler_id in [one for one in self._sampling if self.clients.sampling[one].session_id == session_id]:
+            self._abort(self._sampling.pop(sampler_id), f"its session has ended, because {why}")
         for client in self.clients.of_session(session_id):
             self._begin(self._unload(client, why, event=event))
 
@@ -302,10 +333,11 @@ class TrainingService:
         )
         return RefusedError(f"the weights of {client.model_id} are no longer in memory: {client.lost}. {where}")
 
-    def _begin(self, job: Coroutine[None, None, None]) -> None:
+    def _begin(self, job: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.ensure_future(job)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

@@ -86,7 +86,8 @@ class ClientLimits:
         kept_results_bytes: Maximum size in bytes of finished results that are kept for clients that ask again.
         kept_results_s: Seconds for which a result is kept after its client has received it.
         kept_snapshots: Number of unnamed sampler weights of a training client that are kept, the newest.
-        lapse_s: Seconds without a sign of life after which a session's training clients are saved and unloaded.
+        lapse_s: Seconds without a sign of life, which clients give every 10 s, after which a session ends: its training
+            clients are saved and unloaded, and its samples aborted.
     """
 
     max_sessions: PositiveInt = 1024
@@ -99,7 +100,7 @@ class ClientLimits:
     kept_results_bytes: PositiveInt = 1 << 30
     kept_results_s: PositiveFloat = 300.0
     kept_snapshots: PositiveInt = 8
-    lapse_s: PositiveFloat = 3600.0
+    lapse_s: PositiveFloat = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,8 @@ class EngineSettings:
         name: "vllm", "transformers", or the name of an engine that another package installs.
         placement: Where it runs: "process", or "inline" in the server's process, which is easy to debug.
         replicas: Number of engines; each has its own process.
+        max_adapters: Number of sampler weights that can be sampled at once, besides the base. Each takes the memory of
+            an adapter of lora.max_rank; requests for others wait.
         restarts: How often an engine's process may die and start again. Its requests move to others or wait.
         start_deadline_s: Maximum time in seconds to start it.
     """
@@ -151,6 +154,7 @@ class EngineSettings:
     name: str = "vllm"
     placement: Literal["inline", "process"] = "process"
     replicas: PositiveInt = 1
+    max_adapters: PositiveInt = 8
     restarts: NonNegativeInt = 3
     start_deadline_s: PositiveFloat = 600.0
 

@@ -18,10 +18,10 @@ from rl_service.futures import Answer
 from rl_service.losses import ForwardBackward, batch_of, loss_of, target_logprobs
 from rl_service.records import ClientRecord
 from rl_service.requests import (
+    AdamParams,
     CreateModel,
     LoadWeights,
     LoraConfig,
-    OptimizerConfig,
     OptimStep,
     SaveWeights,
     SaveWeightsExternal,
@@ -50,7 +50,7 @@ class TrainingRequests:
     ) -> None:
         """Use a learner, and what the service knows of its clients."""
         self._settings, self._learner, self._clients, self._checkpoints = settings, learner, clients, checkpoints
-        self.inflight: dict[str, str] = {}
+        self.inflight = {one.follows: one.path for one in clients.sampling.values() if one.follows and one.path}
         self.records: dict[str, ClientRecord] = {}
 
     def run(self, client: TrainingClient, request: TrainingRequest, *, arrived_at: float) -> Answer:
@@ -140,8 +140,8 @@ class TrainingRequests:
             saved = self._checkpoints.find(request.path)
             client.entry.base_model, lora = request.base_model or saved.base_model, LoraConfig(rank=saved.rank)
         self.check_name(client.entry.base_model)
-        optimizer = request.optimizer_config or OptimizerConfig()
-        if optimizer.type not in (None, "adamw"):
+        optimizer = request.optimizer_config
+        if optimizer is not None and optimizer.type != "adamw":
             raise refused_field("optimizer_config.type", optimizer.type, '"adamw", the optimizer of this service')
         client.entry.rank = self._learner.create(client.model_id, lora)
         if isinstance(request, LoadWeights):
@@ -172,7 +172,7 @@ class TrainingRequests:
                 client.broken = f"forward_backward {request.seq_id} failed: {error}"
             raise
         record.note({"timing_s/forward_backward": time.monotonic() - began})
-        content = write_forward_backward(target_logprobs(logprobs), {"loss:sum": loss})
+        content = write_forward_backward(target_logprobs(request, logprobs), {"loss:sum": loss})
         return Answer(content=content, media_type=PROTOBUF)
 
     def _optim_step(self, client: TrainingClient, request: OptimStep) -> Answer:
@@ -182,10 +182,9 @@ class TrainingRequests:
             record.restart(client.step)
             self._learner.of(client.model_id).zero_grad()
             raise RefusedError(f"the step was not taken and its gradients are dropped, because {broken}")
-        given = request.adam_params
-        if given is None:
-            kind = (request.optimizer_params or {}).get("type")
-            raise refused_field("optim_params", kind, "those of Adam, the optimizer of this service")
+        given = request.optim_params
+        if not isinstance(given, AdamParams):
+            raise refused_field("optim_params", given.type, "those of Adam, the optimizer of this service")
         options = AdamOptions(
             learning_rate=given.learning_rate,
             betas=(given.beta1, given.beta2),
@@ -275,7 +274,7 @@ def _record(client: TrainingClient, path: str, request: Save) -> Saved:
         rank=client.entry.rank,
         step=client.step,
         saved_at=time.time(),
-        user_metadata=request.user_metadata,
+        user_metadata=None if isinstance(request, SaveWeightsExternal) else request.user_metadata,
         expires_at=expiry(request.ttl_seconds),
         is_snapshot=request.path is None and isinstance(request, SaveWeightsForSampler),
     )

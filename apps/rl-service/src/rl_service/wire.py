@@ -4,6 +4,7 @@ Facts about the messages come from tinker 0.38 (Apache-2.0).
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ except ImportError as error:
     ) from error
 
 PROTOBUF = "application/x-protobuf"
+MAX_VALUES = 2**26
+"""Maximum size of a tensor that arrives compressed."""
 MAX_PARTS = 1 << 14
 """Maximum number of rows of a request, and of chunks of a row; a client sends at most 1024 rows at once."""
 _DTYPES: Mapping[int, str] = {messages.DTYPE_FLOAT32: "<f4", messages.DTYPE_INT64: "<i8", messages.DTYPE_INT32: "<i4"}
@@ -94,15 +97,30 @@ def _datum(message: Any, where: str) -> Datum:
 
 
 def _tensor(message: Any, where: str) -> NDArray[Any]:
-    if message.WhichOneof("encoding") == "sparse_csr":
-        raise refused_field(where, "sparse_csr", "a dense tensor")
     if message.dtype not in _DTYPES:
         raise refused_field(f"{where}.dtype", message.dtype, f"one of {list(_DTYPES)}")
-    values = _array(message.dense, _DTYPES[message.dtype], where)
-    shape = tuple(message.shape) or values.shape
+    dtype, shape = _DTYPES[message.dtype], tuple(message.shape)
+    if message.WhichOneof("encoding") == "sparse_csr":
+        return _from_sparse(message.sparse_csr, shape, dtype, where)
+    values = _array(message.dense, dtype, where)
+    shape = shape or values.shape
     if int(np.prod(shape)) != values.size or min(shape, default=0) < 0:
         raise refused_field(f"{where}.shape", list(shape), f"a shape of {values.size} values")
     return values.reshape(shape)
+
+
+def _from_sparse(message: Any, shape: tuple[int, ...], dtype: str, where: str) -> NDArray[Any]:
+    """Return the whole tensor of compressed rows, with 0 at the entries that they leave out."""
+    starts, columns = (_array(one, "<i8", where) for one in (message.crow_indices, message.col_indices))
+    values = _array(message.values, dtype, where)
+    is_matrix = len(shape) == 2 and min(shape) > 0 and len(starts) == shape[0] + 1 and shape[0] * shape[1] <= MAX_VALUES
+    if not is_matrix or starts[0] or (np.diff(starts) < 0).any() or not starts[-1] == len(columns) == len(values):
+        raise refused_field(where, f"shape {list(shape)}", f"compressed rows of at most {MAX_VALUES} values")
+    if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
+        raise refused_field(where, "other columns", f"columns from 0 to {shape[1] - 1}")
+    whole = np.zeros(shape, dtype)
+    whole[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
+    return whole
 
 
 def _array(content: bytes, dtype: str, where: str) -> NDArray[Any]:
@@ -116,15 +134,16 @@ def write_forward_backward(logprobs: Sequence[FloatArray], metrics: Mapping[str,
     """Return the message of a pass.
 
     Args:
-        logprobs: Logprobs of the target tokens of each row.
+        logprobs: Logprobs of each row's target tokens, [N] or [N, K].
         metrics: Metrics, named `name:reduction`.
     """
     message = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    ends = np.cumsum([0, *(4 * len(one) for one in logprobs)], dtype="<i8")
-    record = message.loss_fn_outputs.add(num_datums=len(logprobs))
-    field = record.fields["logprobs"]
-    field.dtype, field.offsets = messages.DTYPE_FLOAT32, ends.tobytes()
-    field.data = b"".join(np.asarray(one, "<f4").tobytes() for one in logprobs)
+    for trailing, rows in groupby(logprobs, key=lambda one: one.shape[1:]):
+        contents = [np.asarray(one, "<f4").tobytes() for one in rows]
+        field = message.loss_fn_outputs.add(num_datums=len(contents)).fields["logprobs"]
+        field.dtype, field.data = messages.DTYPE_FLOAT32, b"".join(contents)
+        field.offsets = np.cumsum([0, *map(len, contents)], dtype="<i8").tobytes()
+        field.trailing_shape.extend(trailing)
     content: bytes = message.SerializeToString()
     return content
 

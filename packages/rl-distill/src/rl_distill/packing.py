@@ -15,7 +15,7 @@ from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest, batch_forest, comp
 
 Rows = NDArray[np.int64]
 
-INDICES = frozenset({ROUTED_EXPERTS, "teacher_ids", "teacher_index"})
+INDICES = frozenset({ROUTED_EXPERTS, "target_ids", "teacher_ids", "teacher_index"})
 """Token columns that hold indices (int64); all others hold floats or booleans."""
 
 
@@ -242,14 +242,15 @@ def unpack_values(packs: Sequence[Pack], values: Sequence[torch.Tensor], batch: 
 
     Args:
         packs: Packs that together contain every row of the batch.
-        values: [T] values of each pack.
+        values: [T, ...] values of each pack.
         batch: Batch of the packs.
 
     Returns:
         float32, aligned with input_ids.
     """
     ids = batch.ragged("input_ids")
-    out = np.zeros(len(ids.values), dtype=np.float32)
+    element = values[0].shape[1:] if values else ()
+    out = np.zeros((len(ids.values), *element), dtype=np.float32)
     for pack, tokens in zip(packs, values, strict=True):
         places = token_positions(ids.offsets[pack.rows], np.diff(pack.offsets))
         out[places] = tokens.detach().float().cpu().numpy()
@@ -263,7 +264,7 @@ def unpack_trained(
 
     Args:
         packs: Packs of rows of the batch.
-        scored: [T] values by name for each pack; all packs have the same names.
+        scored: [T, ...] values by name for each pack; all packs have the same names.
         batch: Batch of the packs.
 
     Returns:
@@ -271,7 +272,10 @@ def unpack_trained(
     """
     masks = [pack.micro_batch.columns.get("loss_mask") for pack in packs]
     trained = [
-        {name: values if mask is None else values * mask for name, values in named.items()}
+        {
+            name: values if mask is None else values * mask.view(-1, *[1] * (values.ndim - 1))
+            for name, values in named.items()
+        }
         for named, mask in zip(scored, masks, strict=True)
     ]
     names = trained[0] if trained else ()

@@ -59,6 +59,10 @@ COLUMNS: dict[str, ColumnSpec] = {
         value_axes=None,
     ),
     "teacher_index": _token("int16", "Index of the teacher that scored the token; -1 if none did."),
+    "target_ids": _token(
+        "int32", "Ids [K] whose logprobs the loss needs instead of the token's own; -1 for none.", value_axes=1
+    ),
+    "target_weights": _token("float32", "Weights [K] of `target_ids` in the loss.", value_axes=1),
     "values": _token("float32", "The critic's values."),
     "advantages": _token("float32", "Advantage of each trained token; 0 where masked."),
     "returns": _token("float32", "Return of each trained token; 0 where masked."),

@@ -91,7 +91,7 @@ class HeadScores(NamedTuple):
     """Results of the head for M tokens.
 
     Attributes:
-        logprobs: [M] float32 logprobs of the tokens.
+        logprobs: [M] float32 logprobs of the targets, or [M, K] of K targets each.
         entropy: [M] float32 entropy of the distributions.
         top_logprobs: [M, K] float32 logprobs of the most probable tokens in descending order, without gradient; None
             unless requested.
@@ -116,7 +116,7 @@ def head_scores(
     Args:
         hidden: [M, H] last hidden states, equal on every rank of the vocabulary.
         weight: [V / ranks, H] slice of this rank.
-        targets: [M] int64 token ids.
+        targets: [M] int64 token ids, or [M, K] of K targets each; -1 for none.
         request: Other requested results.
         teacher: Teachers' results for the same tokens; needed for `request.divergence`.
 
@@ -125,7 +125,8 @@ def head_scores(
         ShapeError: The vocabulary has fewer than `request.top_k` tokens; or see `LogitDivergence`.
     """
     compared = None if request.divergence is None else teacher
-    work = _HeadWork(targets, request, compared, [], [])
+    has_one = targets.ndim == 1
+    work = _HeadWork(targets.unsqueeze(-1) if has_one else targets, request, compared, [], [])
     logprobs, entropy, log_total, losses = _Head.apply(hidden, weight, work)  # type: ignore[no-untyped-call]
     top_logprobs = top_ids = comparison = None
     if request.top_k is not None:
@@ -133,6 +134,7 @@ def head_scores(
         top_logprobs, top_ids = values.to(log_total.dtype) * (1.0 / request.temperature) - log_total.unsqueeze(-1), ids
     if compared is not None:
         comparison = TokenComparison.joined(work.compared)._replace(losses=losses)
+    logprobs = logprobs.squeeze(-1) if has_one else logprobs
     return HeadScores(logprobs, entropy, top_logprobs, top_ids, comparison)
 
 
@@ -153,20 +155,20 @@ class _HeadWork(NamedTuple):
             self.compared.append(self.request.divergence(logits, self.teacher.select(rows)))
 
     def chosen(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return [c, 1] columns of the target tokens and whether this rank has them; column 0 where it does not."""
-        local = self.targets[rows].unsqueeze(-1) - self.request.part.first(logits.shape[1])
+        """Return [c, K] columns of the target tokens and whether this rank has them; column 0 where it does not."""
+        local = self.targets[rows] - self.request.part.first(logits.shape[1])
         is_local = (local >= 0) & (local < logits.shape[1])
         return local.masked_fill(~is_local, 0), is_local
 
 
 class _Head(torch.autograd.Function):
-    """Logprobs, entropy, log-sum-exp and losses, each [M]."""
+    """Logprobs [M, K], and entropy, log-sum-exp and losses, each [M]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: _HeadWork) -> tuple[Tensor, ...]:
         request, num_tokens, chunk = work.request, len(hidden), work.request.chunk(weight)
         exact = _exact(weight.dtype)
-        sums = torch.empty(4, num_tokens, dtype=exact, device=hidden.device)
+        sums = torch.empty(3 + work.targets.shape[1], num_tokens, dtype=exact, device=hidden.device)
         # One buffer for all chunks. On a CPU, allocating new memory takes as long as computing on it.
         buffer = weight.new_empty(min(chunk, num_tokens), weight.shape[0])
         for start in range(0, max(1, num_tokens), chunk):
@@ -207,7 +209,10 @@ class _Head(torch.autograd.Function):
 
 
 class _Known(NamedTuple):
-    """Results of the forward pass and the gradients with respect to them, each [M]; None without a gradient."""
+    """Results of the forward pass and the gradients with respect to them; None without a gradient.
+
+    Those of logprobs are [M, K], the others [M].
+    """
 
     logprobs: Tensor
     entropy: Tensor
@@ -223,27 +228,27 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sums(logits: Tensor, rows: slice, work: _HeadWork) -> Tensor:
-    """Return the `_statistics` [4, c] of a chunk, without the padding of the vocabulary."""
+    """Return the `_statistics` [3 + K, c] of a chunk, without the padding of the vocabulary."""
     request = work.request
     exact = _exact(logits.dtype)
     places, is_local = work.chosen(logits, rows)
     own = request.part.without_padding(logits)
-    out = torch.zeros(4, len(logits), dtype=exact, device=logits.device)
+    out = torch.zeros(3 + places.shape[1], len(logits), dtype=exact, device=logits.device)
     if not own.shape[1]:
         out[0] = torch.finfo(exact).min
         return out
     statistics = request.run(_statistics, logits)
     for few in request.blocks(logits):
         out[:, few] = statistics(own[few], places[few], 1.0 / request.temperature)
-    out[3].masked_fill_(~is_local.squeeze(-1), 0.0)
+    out[3:].masked_fill_(~is_local.T, 0.0)
     return out
 
 
 def _statistics(logits: Tensor, places: Tensor, scale: float) -> Tensor:
-    """Return four numbers [4, c] per token, computed from its scaled logits.
+    """Return numbers [3 + K, c] per token, computed from its scaled logits.
 
     They are the maximum, the sum of exponentials relative to it, the sum of exponentials times shifted logits, and the
-    logit at places [c, 1].
+    logits at places [c, K].
     """
     scaled = logits.to(_exact(logits.dtype)) * scale
     largest = scaled.amax(-1, keepdim=True)
@@ -251,18 +256,20 @@ def _statistics(logits: Tensor, places: Tensor, scale: float) -> Tensor:
     shifted = scaled.sub_(largest)
     exponentials = shifted.exp()
     total = exponentials.sum(-1)
-    return torch.stack([largest.squeeze(-1), total, exponentials.mul_(shifted).sum(-1), chosen.squeeze(-1)])
+    return torch.stack([largest.squeeze(-1), total, exponentials.mul_(shifted).sum(-1), *chosen.unbind(-1)])
 
 
 def _over_ranks(sums: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine each rank's `_sums` into logprobs, entropy and log-sum-exp, each [M]."""
-    own, total, weighted, chosen = sums.unbind()
+    """Combine each rank's `_sums` into logprobs [M, K], entropy [M] and log-sum-exp [M]."""
+    own, total, weighted, *chosen = sums.unbind()
     largest = part.largest(own.clone())
     lower = own - largest
     factor = lower.exp()
-    total, weighted, chosen = part.summed(torch.stack([factor * total, factor * (weighted + lower * total), chosen]))
+    sums = torch.stack([factor * total, factor * (weighted + lower * total), *chosen])
+    total, weighted, *chosen = part.summed(sums).unbind()
     log_total = total.log()
-    return chosen - largest - log_total, log_total - weighted / total, largest + log_total
+    logprobs = torch.stack(chosen, -1) - largest.unsqueeze(-1) - log_total.unsqueeze(-1)
+    return logprobs, log_total - weighted / total, largest + log_total
 
 
 def _to_logits(logits: Tensor, rows: slice, known: _Known, work: _HeadWork) -> Tensor:
@@ -283,11 +290,16 @@ def _of_tokens(logits: Tensor, rows: slice, known: _Known, work: _HeadWork) -> N
     """Replace the logits by the gradient of logprobs and entropy."""
     request = work.request
     scale = 1.0 / request.temperature
-    logprobs, entropy, log_total = (values[rows].unsqueeze(-1) for values in known[:3])
-    of_logprobs = torch.zeros_like(logprobs) if known.of_logprobs is None else known.of_logprobs[rows].unsqueeze(-1)
-    # Gradient of every logit but the target's: probability * (flat + slope * logprob).
-    flat, slope = of_logprobs * -scale, None
-    at_target = of_logprobs * -scale * torch.expm1(logprobs)
+    logprobs = known.logprobs[rows]
+    entropy, log_total = (values[rows].unsqueeze(-1) for values in (known.entropy, known.log_total))
+    of_logprobs = torch.zeros_like(logprobs) if known.of_logprobs is None else known.of_logprobs[rows] * -scale
+    # Gradient of every logit but the targets': probability * (flat + slope * logprob).
+    flat, slope = of_logprobs.sum(-1, keepdim=True), None
+    at_target = of_logprobs * torch.expm1(logprobs)
+    if logprobs.shape[1] > 1:
+        targets = work.targets[rows]
+        of_equal = ((targets.unsqueeze(-1) == targets.unsqueeze(-2)) * of_logprobs.unsqueeze(-2)).sum(-1)
+        at_target = of_equal * torch.expm1(logprobs) + logprobs.exp() * (flat - of_equal)
     if known.of_entropy is not None:
         slope = known.of_entropy[rows].unsqueeze(-1) * -scale
         flat = flat + slope * entropy
@@ -300,8 +312,10 @@ def _of_tokens(logits: Tensor, rows: slice, known: _Known, work: _HeadWork) -> N
         put_gradient(own[few], log_total[few], flat[few], None if slope is None else slope[few], scale)
     logits[:, own.shape[1] :] = 0.0
     places, is_local = work.chosen(logits, rows)
-    # The target's gradient is written separately because the logits' dtype would lose its difference from 1.
-    logits.scatter_(-1, places, torch.where(is_local, at_target.to(logits.dtype), logits.gather(-1, places)))
+    # The targets' gradients are written separately because the logits' dtype would lose their difference from 1.
+    at_target = at_target.to(logits.dtype)
+    for at, is_own, value in zip(*(torch.split(one, 1, -1) for one in (places, is_local, at_target)), strict=True):
+        logits.scatter_(-1, at, torch.where(is_own, value, logits.gather(-1, at)))
 
 
 def _put_gradient(logits: Tensor, log_total: Tensor, flat: Tensor, slope: Tensor | None, scale: float) -> None:

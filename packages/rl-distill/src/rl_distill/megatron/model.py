@@ -53,7 +53,8 @@ class TokenResults:
     """Results of a policy or critic for this rank's tokens.
 
     Attributes:
-        values: [M] float32 logprobs of the tokens, or values of the states before them.
+        values: [M] float32 logprobs of the tokens, [M, K] of several targets each, or [M] values of the states before
+            them.
         entropy: [M] float32 entropy of the distribution of each token; None for a critic.
         others: [M, ...] results by name: "logprobs" and "ids" [M, K + 1] of the most probable tokens, "hidden" [M, H],
             and the results of a comparison with teachers.

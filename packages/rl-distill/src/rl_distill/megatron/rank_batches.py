@@ -13,8 +13,8 @@ from torch import Tensor
 from rl_core.data import Batch, offsets_of
 from rl_distill.learner import MetricSums, metric_totals
 from rl_distill.linear_map import sum_over_ranks
+from rl_distill.megatron.any_model.images import PackImages
 from rl_distill.megatron.attention.layout import PackedLayout, packed_layout
-from rl_distill.megatron.images import PackImages
 from rl_distill.objectives.micro_batches import needed_column
 from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
 from rl_distill.packing import Pack, pack_rows, unpack_trained
@@ -55,7 +55,7 @@ class PlacedPack:
         layout: Layout of all computed tokens, with the rotary tables and experts of the slice.
         kept: [K] int64 indices within the slice of hidden states that are scored.
         expand: [M] int64 index into `kept` of each token to score; None if M equals K.
-        targets: [M] int64 ids of the tokens to score.
+        targets: [M] int64 ids of the tokens to score, or [M, K] if the pack has `target_ids`.
         scored: [N] int64 indices within the pack of the tokens that receive a score.
         given: [N] int64 index among the M scores of each receiving token; None if N equals M.
         sharing: How ranks divide the tokens.
@@ -119,6 +119,7 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
         sharing: How ranks divide the tokens.
         length: Number of tokens after padding: at least `padded_length`, and a multiple of the same number.
         each_row: Score a token that several rows share once per row, because teachers may score it differently in each.
+            Tokens of a pack with `target_ids` are, too.
     """
     forest, micro_batch = pack.forest, pack.micro_batch
     num_padding = length - forest.num_computed
@@ -140,7 +141,8 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
     length = len(ids) // sharing.context_size
     start = sharing.context_rank * length
     targets, before, given = places[scored], places[scored - 1], None
-    if forest.is_shared and not each_row:
+    target_ids = micro_batch.columns.get("target_ids")
+    if forest.is_shared and not each_row and target_ids is None:
         targets, given = torch.unique(targets, return_inverse=True)
         before = torch.empty_like(targets).index_copy_(0, given, before)
     is_own = (before >= start) & (before < start + length)
@@ -163,7 +165,7 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
         layout=layout,
         kept=kept,
         expand=expand,
-        targets=ids.index_select(0, targets),
+        targets=ids.index_select(0, targets) if target_ids is None else target_ids[scored],
         scored=scored,
         given=given,
         sharing=sharing,
@@ -289,10 +291,10 @@ class Gathered:
 
         Args:
             pack: The micro-batch.
-            values: [T] values of its tokens; one that is not finite marks its row as broken.
+            values: [T, ...] values of its tokens; one that is not finite marks its row as broken.
             loss: Loss summed over the micro-batch.
             sums: Metric sums of the objective.
-            scored: Requested [T] values of its tokens by name.
+            scored: Requested [T, ...] values of its tokens by name.
         """
         self.losses.append(loss.detach())
         self.metrics.append(sums)
@@ -330,7 +332,7 @@ def _numbers(scalars: Sequence[Tensor]) -> list[float]:
 def _broken(pack: Pack, values: Tensor) -> NDArray[np.bool_]:
     """Return [S] bools, True for a trajectory with a value that is not finite."""
     micro_batch = pack.micro_batch
-    is_broken = ~values.detach().isfinite()
+    is_broken = ~values.detach().isfinite().flatten(1).all(1) if values.ndim > 1 else ~values.detach().isfinite()
     for column in micro_batch.columns.values():
         if column.is_floating_point():
             is_broken |= ~column.isfinite().flatten(1).all(1) if column.ndim > 1 else ~column.isfinite()

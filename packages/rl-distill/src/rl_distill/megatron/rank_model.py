@@ -18,8 +18,10 @@ from rl_core.data import Batch
 from rl_core.errors import SettingsError
 from rl_core.weights.broadcast import RankOffer, SenderOptions, WeightSender, offer_from_rank
 from rl_distill.architecture.memory import RankMemory
+from rl_distill.megatron.any_model.chunk import TransformersModel
+from rl_distill.megatron.any_model.images import RankImages, load_images
+from rl_distill.megatron.any_model.sharded import ShardedAdam, drop_gathered
 from rl_distill.megatron.attention.layout import rotary_frequencies
-from rl_distill.megatron.images import RankImages, load_images
 from rl_distill.megatron.lora import base_alone
 from rl_distill.megatron.model import OutputRequest, TokenResults
 from rl_distill.megatron.optimizer import MegatronAdam, Offloaded, RankAdam
@@ -35,8 +37,6 @@ from rl_distill.megatron.rank_batches import (
 )
 from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.setup import ModelPlan, build_chunks
-from rl_distill.megatron.sharded import ShardedAdam, drop_gathered
-from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.packing import Pack, pack_rows, scored_tokens
 from rl_distill.products import chosen_products, computing_with
 

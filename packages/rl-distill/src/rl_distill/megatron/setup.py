@@ -19,6 +19,8 @@ from rl_distill.architecture.tensor_shapes import output_name
 from rl_distill.checkpoints.checkpoint import DTYPES, PolicySource
 from rl_distill.checkpoints.hf_folder import PolicyTensors
 from rl_distill.checkpoints.peft_folder import read_adapter
+from rl_distill.megatron.any_model.chunk import TransformersModel
+from rl_distill.megatron.any_model.sharded import shard_model
 from rl_distill.megatron.attention.varlen import use_newest_kernels
 from rl_distill.megatron.convert import Shard, TensorBlock, blocks_of, held_blocks
 from rl_distill.megatron.kernels import PolicyTransformerConfig, chosen_kernels
@@ -27,8 +29,6 @@ from rl_distill.megatron.model import Head, PolicyModel
 from rl_distill.megatron.model_spec import transformer_config
 from rl_distill.megatron.overlap import connect_schedule, data_parallelism
 from rl_distill.megatron.parallel import undisturbed_random_numbers
-from rl_distill.megatron.sharded import shard_model
-from rl_distill.megatron.transformers_chunk import TransformersModel
 from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
 
 VALUE_HEAD = {"value_head.weight": "score.weight", "value_head.bias": "score.bias"}

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
+from torch import Tensor
 
 from rl_core.errors import SettingsError
 from rl_core.record_fields import NonNegativeFloat
 from rl_core.registry import Registry
-from rl_distill.learner import Objective
+from rl_distill.learner import MetricSums, MicroBatch, Objective
 from rl_distill.objectives.kl import k3
 from rl_distill.objectives.policy import (
     PolicyObjective,
@@ -43,7 +44,8 @@ def tinker_objective(loss: str, config: Mapping[str, Any] | None = None) -> Obje
 
     The API's loss is a sum over a datum's target tokens, so `loss_mask` is True at all of them. The other columns are:
 
-    - cross_entropy: `loss_weights`, the datum's weights.
+    - cross_entropy: `loss_weights`, the datum's weights; or, with `loss_weights` of 1, `target_ids` and
+      `target_weights`, which may be several for each token.
     - Others: `loss_weights` of the aggregation "token-sum", `rollout_logprobs` (the datum's logprobs), `advantages`.
     - gspo: also `token_selection`, the datum's sequence_ratio_mask.
 
@@ -64,7 +66,16 @@ def tinker_objective(loss: str, config: Mapping[str, Any] | None = None) -> Obje
 
 
 def _cross_entropy() -> Objective:
-    return supervised_objective
+    return soft_cross_entropy
+
+
+def soft_cross_entropy(
+    policy_logprobs: Tensor, entropy: Tensor | None, micro_batch: MicroBatch
+) -> tuple[Tensor, MetricSums]:
+    """Return the `supervised_objective`, in which `target_weights` sum the logprobs of each token's `target_ids`."""
+    if "target_weights" in micro_batch.columns:
+        policy_logprobs = (micro_batch.columns["target_weights"] * policy_logprobs).sum(-1)
+    return supervised_objective(policy_logprobs, entropy, micro_batch)
 
 
 def _importance_sampling() -> Objective:

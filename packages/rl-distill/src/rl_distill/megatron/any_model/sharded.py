@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Parameter
 
 from rl_core.errors import SettingsError
+from rl_distill.megatron.any_model.chunk import TransformersModel
 from rl_distill.megatron.convert import held_rows
 from rl_distill.megatron.optimizer import Main, RankAdam, sum_of_squares
 from rl_distill.megatron.parallel import group_of_copies
-from rl_distill.megatron.transformers_chunk import TransformersModel
 
 
 def shard_model(model: TransformersModel, dtype: torch.dtype, *, device: torch.device) -> None:

@@ -29,10 +29,10 @@ from rl_core.errors import SettingsError
 from rl_distill.architecture.lora_targets import adapted_modules
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.architecture.transformers_model import build_model, vision_parameters
+from rl_distill.megatron.any_model.images import PackImages, RankImages
 from rl_distill.megatron.attention.layout import HeadIndex, PackedLayout
 from rl_distill.megatron.attention.packed import packed_attention, reordered, split_buckets
 from rl_distill.megatron.head import logits_at_once
-from rl_distill.megatron.images import PackImages, RankImages
 from rl_distill.megatron.lora import LoraLinear
 from rl_distill.megatron.model import Head, OutputRequest, R, TokenResults, TokenScoring
 from rl_distill.megatron.rank_batches import PlacedPack
@@ -551,7 +551,10 @@ class TransformersModel(TokenScoring, torch.nn.Module):
 
     def _score_by_class(self, hidden: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         logprobs = torch.log_softmax(self._logits(hidden).float() / temperature, -1)
-        return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        if targets.ndim == 1:
+            return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+        return logprobs.gather(-1, targets.clamp_min(0)), entropy
 
     def _top(self, hidden: Tensor, wanted: OutputRequest) -> tuple[Tensor, Tensor]:
         logprobs = torch.log_softmax(self._logits(hidden).float() / wanted.temperature, -1)

@@ -1,0 +1,1 @@
+"""A model of transformers as a rank's chunk: its class, its images, its weights divided over ranks."""
