@@ -63,8 +63,8 @@ def main(words: Sequence[str] | None = None) -> list[float]:
     """Train, and return the mean reward of each step of reinforcement learning."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="Qwen/Qwen3-8B", help="a name of the served policy")
-    parser.add_argument("--supervised-steps", type=int, default=20)
-    parser.add_argument("--rl-steps", type=int, default=30)
+    parser.add_argument("--supervised-steps", type=int, default=6)
+    parser.add_argument("--rl-steps", type=int, default=40)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     given = parser.parse_args(words)
