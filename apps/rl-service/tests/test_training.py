@@ -57,7 +57,7 @@ class Trained:
         self._run(CreateModel(session_id=session, model_seq_id=0, base_model=NAME, lora_config=lora))
 
     def _run(self, request):
-        return asyncio.run(self.backend.call(lambda: self._requests.run(self._client, request)))
+        return asyncio.run(self.backend.call(lambda: self._requests.run(self._client, request, arrived_at=0.0)))
 
     def forward_backward(self, *data, loss="cross_entropy", options=None, forward_only=False):
         given = types.ForwardBackwardInput(data=list(data), loss_fn=loss, loss_fn_config=options)
