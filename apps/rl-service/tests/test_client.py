@@ -256,6 +256,7 @@ def test_a_client_has_a_run_folder_that_rl_metrics_reads(settings, server, capsy
     assert history.steps.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert history.finite("training/rollout_probs_diff_max").max() < 1e-4
     assert history.finite("service/samples").tolist() == [2.0] * 6
+    assert 0 <= history.finite("weights/canary_max_diff").max() < 1e-4
     assert history.finite("timing_s/forward_backward").min() > 0
     assert not [name for name in history.values if name not in DEFINITIONS]
     deadline = time.monotonic() + 60

@@ -25,6 +25,7 @@ from rl_core.weights import (
     Canary,
     InFile,
     ProofTolerances,
+    PublishReport,
     TensorDigest,
     WeightUpdate,
     digest_tensors,
@@ -278,8 +279,8 @@ class EngineBackend:
         if rank:
             await self.serve(base, UNCHANGED)
 
-    async def serve(self, folder: Path, adapter: str | None) -> int:
-        """Serve the weights in a folder that `LearnerBackend.save_sampler` wrote; return their version.
+    async def serve(self, folder: Path, adapter: str | None) -> PublishReport:
+        """Serve the weights in a folder that `LearnerBackend.save_sampler` wrote.
 
         A failed proof is repeated once.
 
@@ -295,21 +296,21 @@ class EngineBackend:
         file = self._folder / f"{self._version}.safetensors"  # an engine that restarts reads it again
         try:
             update, canary = await asyncio.to_thread(self._update, folder, file, self._version, adapter)
-            await self._publish(update, canary)
+            report = await self._publish(update, canary)
         except BaseException:
             file.unlink(missing_ok=True)
             raise
         if (last := self._files.get(adapter)) is not None:
             last.unlink()
         self._files[adapter] = file
-        return update.version
+        return report
 
-    async def _publish(self, update: WeightUpdate, canary: Canary) -> None:
+    async def _publish(self, update: WeightUpdate, canary: Canary) -> PublishReport:
         try:
-            await self.engine.publish(update, canary=canary, tolerances=self._tolerances)
+            return await self.engine.publish(update, canary=canary, tolerances=self._tolerances)
         except WeightProofError as error:
             log.warning("weight_proof_failed", version=update.version, tensor=error.tensor, error=str(error))
-            await self.engine.publish(update, canary=canary, tolerances=self._tolerances)
+            return await self.engine.publish(update, canary=canary, tolerances=self._tolerances)
         except EngineDiedError:
             raise
         except EngineError as error:

@@ -10,6 +10,7 @@ import tomli_w
 
 from rl_core import Batch, Ragged
 from rl_core.files import write_durably
+from rl_core.weights import PublishReport
 from rl_distill.learner import OptimStepResult
 from rl_metrics.reductions import Recorder, summarize_mismatch
 from rl_metrics.run_files import EventLog
@@ -81,6 +82,11 @@ class ClientRecord:
                     self._recorder.record_all({f"{name}/{which}": value for which in ("mean", "max", "min")})
                 self._recorder.record("response_length/clip_ratio", one.is_cut)
                 self._recorder.record_all({"service/samples": 1, "service/sampled_tokens": length})
+
+    def published(self, report: PublishReport) -> None:
+        """Add the proof of weights of this client that the engine now serves."""
+        diffs = {"probe_max_diff": report.probe_max_diff, "canary_max_diff": report.canary_max_diff}
+        self.note({f"weights/{name}": value for name, value in diffs.items()})
 
     def served(self) -> None:
         """Note that the client's sampler weights are now those that it trains."""

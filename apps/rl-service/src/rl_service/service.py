@@ -24,6 +24,7 @@ from rl_service.checkpoints import Checkpoints, split_path
 from rl_service.clients import Clients, Sampling, TrainingClient, sampling_id, training_id
 from rl_service.futures import Answer, Futures
 from rl_service.losses import ForwardBackward
+from rl_service.records import ClientRecord
 from rl_service.requests import (
     CancelFuture,
     CreateModel,
@@ -271,7 +272,7 @@ class TrainingService:
 
     async def _sample(self, client: Sampling, request: Sample, asked: GenerateRequest, request_id: str) -> None:
         path = self._training.inflight.get(client.follows or "", client.path)
-        record = None if path is None else self._training.records.get(split_path(path)[0])
+        record = self._record_of(path)
         try:
             weights = Weights(BASE) if path is None else Weights(path, self.checkpoints.find(path).saved_at)
             async with self._shares[client.session_id].of(request.num_samples):
@@ -297,7 +298,14 @@ class TrainingService:
     async def _serve(self, weights: Weights, adapter: str | None) -> int:
         path = weights.path
         folder = self._models / BASE if path == BASE else self.checkpoints.folder_of(path)
-        return await self._engine.serve(folder, adapter)
+        report = await self._engine.serve(folder, adapter)
+        if (record := self._record_of(path)) is not None:
+            record.published(report)
+        return report.version
+
+    def _record_of(self, path: str | None) -> ClientRecord | None:
+        """Return the record of the training client that saved some weights, if its own are in memory."""
+        return None if path in (None, BASE) else self._training.records.get(split_path(path)[0])
 
     def _failure(self, error: Exception) -> Answer:
         if isinstance(error, OF_CLIENT) and not isinstance(error, OF_SERVER):
