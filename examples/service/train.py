@@ -7,6 +7,7 @@ import argparse
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import tinker
 from tinker import types
 
@@ -17,14 +18,19 @@ GROUP = 8
 
 def datum(prompt: Sequence[int], answer: Sequence[int], **inputs: Sequence[float]) -> types.Datum:
     """Return a row that trains the answer; `inputs` have a value for each of its tokens, and 0 for the prompt's."""
-    tokens, before = [*prompt, *answer], [0.0] * (len(prompt) - 1)
+    tokens, before = np.asarray([*prompt, *answer]), [0.0] * (len(prompt) - 1)
+    columns = {name: np.asarray([*before, *values], np.float32) for name, values in inputs.items()}
     return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], **{name: [*before, *values] for name, values in inputs.items()}},
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={
+            name: types.TensorData.from_numpy(one) for name, one in {"target_tokens": tokens[1:], **columns}.items()
+        },
     )
 
 
-def step(trainer: tinker.TrainingClient, rows: list[types.Datum], loss: str, learning_rate: float) -> float:
+def step(
+    trainer: tinker.TrainingClient, rows: list[types.Datum], loss: types.LossFnType, learning_rate: float
+) -> float:
     """Take a step, and return its loss by row."""
     passed = trainer.forward_backward(rows, loss)
     stepped = trainer.optim_step(types.AdamParams(learning_rate=learning_rate))
@@ -53,7 +59,7 @@ def reinforce(trainer: tinker.TrainingClient, problems: Sequence[tuple[str, str]
         right = [float(tokenizer.decode(one.tokens, skip_special_tokens=True) == answer) for one in sampled]
         for one, reward in zip(sampled, right, strict=True):
             advantages = [reward - sum(right) / GROUP] * len(one.tokens)
-            rows.append(datum(prompt, one.tokens, logprobs=one.logprobs, advantages=advantages))
+            rows.append(datum(prompt, one.tokens, logprobs=one.logprobs or [], advantages=advantages))
         rewards += right
     step(trainer, rows, "importance_sampling", learning_rate)
     return sum(rewards) / len(rewards)
