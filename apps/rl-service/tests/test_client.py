@@ -143,6 +143,7 @@ def test_a_program_trains_samples_and_saves(settings, client):
     params = types.SamplingParams(max_tokens=5, temperature=1.0, seed=1)
     first, second = (sampler.sample(prompt(), 2, params, topk_prompt_logprobs=3).result() for _ in range(2))
     assert [one.tokens for one in first.sequences] == [one.tokens for one in second.sequences]
+    assert first.topk_prompt_logprobs[0] is None
     assert len(first.topk_prompt_logprobs[1]) == 3
     path = trainer.save_state("one").result().path
     step(trainer)

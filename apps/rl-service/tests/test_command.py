@@ -23,7 +23,7 @@ def test_help_explains_the_settings(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve"], "serve needs a settings file"),
+        (["serve"], "serve needs a policy: rl-service serve --policy MODEL_FOLDER"),
         (["serve", "--policy=m", "--server.prt=1"], "unknown setting 'server.prt' .* Did you mean 'server.port'"),
         (["serve", "--lora.max_rank=4"], "policy.path: required"),
         (["serve", "--policy", "m", "--lora.max_rank=-1"], "lora.max_rank must be at least 0; found -1"),

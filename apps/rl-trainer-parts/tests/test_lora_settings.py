@@ -81,11 +81,12 @@ def test_all_that_is_wrong_is_told_at_once(folder: Path) -> None:
     found = problems(
         folder,
         lora={"target_modules": ["q_proj"]},
-        vllm={"max_lora_rank": 4, "lora_target_modules": ["q_proj"]},
+        vllm={"max_lora_rank": 4, "lora_target_modules": ["q_proj"], "max_adapters": 2},
     )
     assert [line.partition(" ")[0] for line in found] == [
         "vllm.max_lora_rank",
         "vllm.lora_target_modules",
+        "vllm.max_adapters",
         "lora.rank",
     ]
     assert found[-1].startswith("lora.rank = 0 trains all weights; found adapter settings: lora.target_modules.")

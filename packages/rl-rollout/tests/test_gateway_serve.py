@@ -44,7 +44,7 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(folder, tmp_path
         port = taken.getsockname()[1]
         refused = refusal(capsys, folder, "--engine", "transformers", "--port", port)
         assert f"cannot listen on 127.0.0.1:{port}" in refused
-        assert "Choose another port (`--port` of rl-rollout serve), or 0 for a free one." in refused
+        assert "Choose another port, or 0 for a free one." in refused
     assert "config.json" in refusal(capsys, folder, "--engine", "transformers", "--port", 0)
 
 

@@ -121,10 +121,10 @@ class SessionChecks(QueueChecks):
                 bad: np.ndarray | Ragged = np.asarray([0, np.inf, 0], dtype=column_dtype(name))
                 words = ["inf"]
                 if COLUMNS[name].is_ragged:
-                    good = ragged_like(batch, name, [0.5, 0.5, 0.5])
-                    values = np.stack([good.values] * (TOP_K if name in OWN else 1), axis=1)
+                    good, has_several = ragged_like(batch, name, [0.5, 0.5, 0.5]), COLUMNS[name].value_axes == 1
+                    values = np.stack([good.values] * (TOP_K if has_several else 1), axis=1)
                     values[int(good.offsets[1]) + 3, -1] = np.nan
-                    bad, words = Ragged(values if name in OWN else values[:, 0], good.offsets), ["token 3", "nan"]
+                    bad, words = Ragged(values if has_several else values[:, 0], good.offsets), ["token 3", "nan"]
                 with refuses(DataError, name, "'p0', session 1, output 0", *words):
                     queue.put_batch(batch.with_columns({name: bad}))
             for value in (np.nan, np.inf, -np.inf):

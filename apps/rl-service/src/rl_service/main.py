@@ -61,6 +61,8 @@ def _serve(words: list[str]) -> int:
     """`serve [SETTINGS.toml] --policy MODEL_FOLDER [--section.name=value ...]`."""
     from rl_service.settings import ServiceSettings, check_unused
 
+    if not words:
+        raise SettingsError(f"serve needs a policy: {NAME} serve --policy MODEL_FOLDER")
     words = [f"--policy.path{word.removeprefix('--policy')}" if _is_policy(word) else word for word in words]
     settings = cast("ServiceSettings", read_settings(words, cast("Any", ServiceSettings), command=f"{NAME} serve"))
     check_unused(settings)

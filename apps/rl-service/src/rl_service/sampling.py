@@ -18,6 +18,8 @@ from rl_rollout.gateway import RefusedError, refused_field
 from rl_service.backend import BASE
 from rl_service.requests import Sample, TextChunk
 
+NO_LOGPROB = -99999.0
+"""What the client reads as no token among the most probable ones, with the id 0."""
 MAX_SEED = 1 << 52
 """Below the largest seed of every engine; larger ones are used modulo this."""
 
@@ -282,10 +284,14 @@ class Sampler:
         if not request.prompt_logprobs and not request.topk_prompt_logprobs:
             return samples, None, None
         prompt = scores[0]
-        logprobs = prompt.token_logprobs.copy()
-        unscored = 1 if request.prompt_logprobs_last_n is None else len(logprobs) - request.prompt_logprobs_last_n
-        logprobs[: max(unscored, 1)] = np.nan
-        return samples, logprobs, _top(prompt, 0, request.topk_prompt_logprobs)
+        logprobs, top = prompt.token_logprobs.copy(), _top(prompt, 0, request.topk_prompt_logprobs)
+        last = request.prompt_logprobs_last_n
+        num_unscored = max(1, 0 if last is None else len(logprobs) - last)
+        logprobs[:num_unscored] = np.nan
+        if top is not None:
+            top = top[0].copy(), top[1].copy()
+            top[0][:num_unscored], top[1][:num_unscored] = 0, NO_LOGPROB
+        return samples, logprobs, top
 
     async def _scores(
         self, request: Sample, asked: GenerateRequest, generations: Sequence[Generation]

@@ -40,6 +40,8 @@ def lora_problems(settings: Settings) -> Iterator[str]:
     for name in FROM_LORA:
         if value := getattr(settings.vllm, name):
             yield f"vllm.{name} is derived from [lora] in training; found {value!r}. Leave it out."
+    if settings.vllm.max_adapters != 1:
+        yield f"vllm.max_adapters must be 1 in training, which has one adapter; found {settings.vllm.max_adapters}."
     if not lora.rank:
         plain = LoraOptions()  # the run would silently train all weights
         unused = [f"lora.{one.name}" for one in fields(lora) if getattr(lora, one.name) != getattr(plain, one.name)]

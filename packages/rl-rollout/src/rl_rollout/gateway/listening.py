@@ -79,8 +79,9 @@ class Listener:
             self._socket = self._socket or socket.create_server((host, port), backlog=BACKLOG)
         except (OSError, OverflowError) as error:
             is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            advice = " Choose another port (`--port` of rl-rollout serve), or 0 for a free one." if is_taken else ""
-            raise SettingsError(f"the gateway cannot listen on {host}:{port}: {error}.{advice}") from error
+            advice = " Choose another port, or 0 for a free one." if is_taken else ""
+            reason = str(error).rstrip(".")
+            raise SettingsError(f"the server cannot listen on {host}:{port}: {reason}.{advice}") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it; asyncio omits it
 
     async def start(self) -> int:
