@@ -501,6 +501,13 @@ def test_all_weights_train_for_one_client_at_a_time(settings, tmp_path):
     with pytest.raises(tinker.RequestFailedError, match="trains all weights, so nobody else can"):
         client.create_lora_training_client(base_model=NAME, rank=32).result()
     client.close("success").result()
+    loaded, fresh = server.client(), server.client()
+    trainer = loaded.create_training_client_from_state(path).result()
+    assert logprobs_of(trainer.forward([datum()], "cross_entropy").result()).tolist() == logprobs_of(after).tolist()
+    loaded.close("success").result()
+    trainer = fresh.create_lora_training_client(base_model=NAME, rank=32).result()
+    assert logprobs_of(trainer.forward([datum()], "cross_entropy").result()).tolist() == logprobs_of(before).tolist()
+    fresh.close("success").result()
     server.close()
 
 

@@ -79,6 +79,7 @@ class LearnerBackend:
         self._settings = settings
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
         self._owner: str | None = None
+        self._had_owner = False
         self._learner: MultiAdapterLearner  # once loaded
         self.base: Mapping[str, TensorDigest] = {}
         self.tied: Mapping[str, str] = {}
@@ -143,10 +144,10 @@ class LearnerBackend:
     def _create_full(self, model_id: str) -> int:
         if self._owner is not None:
             raise RefusedError(f"{self._owner} trains all weights, so nobody else can. Finish its session first.")
-        if self._learner.step:
+        if self._had_owner:  # which may have loaded or trained other weights
             self._learner.close()
             self._learner = self._built()
-        self._owner = model_id
+        self._owner, self._had_owner = model_id, True
         return 0
 
     def forget(self, model_id: str) -> None:
