@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,6 +139,12 @@ class LearnerBackend:
                 "start the service with a higher lora.max_rank."
             )
         frozen = [*(() if lora.train_mlp else MLP), *(() if lora.train_attn else ATTENTION)]
+        if all(any(fnmatchcase(name, pattern) for pattern in frozen) for name in self.adapted):
+            raise RefusedError(
+                "lora_config must have train_mlp or train_attn, because this service has adapters only in "
+                f"{', '.join(sorted({name.rpartition('.')[2] for name in self.adapted}))}, not in the output matrix.",
+                param="lora_config",
+            )
         self._learner.add_adapter(model_id, seed=lora.seed, rank=lora.rank, frozen=frozen)
         return lora.rank
 
