@@ -502,10 +502,17 @@ def test_all_weights_train_for_one_client_at_a_time(settings, tmp_path):
     with pytest.raises(tinker.RequestFailedError, match="trains all weights, so nobody else can"):
         client.create_lora_training_client(base_model=NAME, rank=32).result()
     client.close("success").result()
+    loaded, fresh = server.client(), server.client()
+    trainer = loaded.create_training_client_from_state(path).result()
+    assert logprobs_of(trainer.forward([datum()], "cross_entropy").result()).tolist() == logprobs_of(after).tolist()
+    loaded.close("success").result()
+    trainer = fresh.create_lora_training_client(base_model=NAME, rank=32).result()
+    assert logprobs_of(trainer.forward([datum()], "cross_entropy").result()).tolist() == logprobs_of(before).tolist()
+    fresh.close("success").result()
     server.close()
 
 
-def test_adapters_of_lower_rank_and_weights_without_their_optimizer(client):
+def test_adapters_of_lower_rank_and_weights_without_their_optimizer(server, client):
     trainer = client.create_lora_training_client(base_model=NAME, rank=2, train_mlp=False).result()
     assert trainer.get_info().lora_rank == 2
     step(trainer)
@@ -515,8 +522,17 @@ def test_adapters_of_lower_rank_and_weights_without_their_optimizer(client):
     assert other.get_info().lora_rank == 2
     assert logprobs_of(other.forward([datum()], "cross_entropy").result()).tolist() == wanted
     assert other.optim_step(types.AdamParams()).result().metrics["optim_step"] == 1.0
+    rest = tinker.RestClient(base_url=server.address, api_key=client.holder._api_key)
+    info = rest.get_weights_info_by_tinker_path(other.save_state("state").result().path).result()
+    assert (info.lora_rank, info.train_mlp, info.train_attn) == (2, False, True)
+    for rank, trains in ((4, {"train_mlp": False}), (2, {"train_attn": False}), (2, {})):
+        unlike = client.create_lora_training_client(base_model=NAME, rank=rank, **trains).result()
+        with pytest.raises(tinker.RequestFailedError, match="has rank 2, train_mlp = False, train_attn = True; this"):
+            unlike.load_state(path).result()
     with pytest.raises(tinker.RequestFailedError, match=r"lora_config.rank must be 1 to lora.max_rank = 4; found 32"):
         client.create_lora_training_client(base_model=NAME).result()
+    with pytest.raises(tinker.RequestFailedError, match="must have train_mlp or train_attn"):
+        client.create_lora_training_client(base_model=NAME, rank=2, train_mlp=False, train_attn=False).result()
 
 
 def test_a_wrong_key_and_a_wrong_model_are_refused_by_name(server, client):

@@ -93,15 +93,16 @@ def test_policy_losses_need_logprobs_and_advantages():
         batch_of(request(datum([1, 2], logprobs=[0, -1]), loss="ppo"), vocab_size=10, max_tokens=6)
 
 
-def test_targets_that_do_not_train_may_be_anything():
-    data = datum([1, 2, 3], [0, 0, 4], logprobs=[5, 0, -1], advantages=[0, 0, 2])
-    batch = batch_of(request(data, loss="importance_sampling"), vocab_size=10, max_tokens=6)
-    assert batch.ragged("input_ids").values.tolist() == [1, 2, 3, 4]
-    assert batch.ragged("loss_mask").values.tolist() == [False, False, False, True]
-    for name, values in {"loss_weights": [0, 0, 0, 1], "rollout_logprobs": [0, 0, 0, -1]}.items():
+def test_other_targets_of_a_policy_loss_become_a_column():
+    data = (
+        datum([1, 2, 3], [0, 0, 4], logprobs=[5, 0, -1], advantages=[0, 1, 2]),
+        datum([5], logprobs=[1], advantages=[0]),
+    )
+    batch = batch_of(request(*data, loss="dro"), vocab_size=10, max_tokens=6)
+    assert batch.ragged("input_ids").values.tolist() == [1, 2, 3, 4, 5, 9]
+    assert batch.ragged("loss_mask").values.tolist() == [False, True, True, True, False, True]
+    wanted = {"target_ids": [-1, 0, 0, 4, -1, 9], "rollout_logprobs": [0, 5, 0, -1, 0, 1]}
+    for name, values in wanted.items():
         assert batch.ragged(name).values.tolist() == values
-    data = datum([1, 2, 3], [0, 0, 4], logprobs=[0, 0, -1], advantages=[0, 1, 2])
-    with pytest.raises(RefusedError, match="where advantages is not 0; found other tokens"):
-        batch_of(request(data, loss="importance_sampling"), vocab_size=10, max_tokens=6)
     with pytest.raises(RefusedError, match=r"target_tokens must be integers of shape \[1\]; found 'shape \[1, 1\]'"):
         batch_of(request(datum([1], [[2]]), loss="ppo"), vocab_size=10, max_tokens=6)

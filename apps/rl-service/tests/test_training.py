@@ -144,6 +144,9 @@ LOSSES = {
     "dro": dro,
     "gspo": gspo,
     "cross_entropy": cross_entropy,
+    "importance_sampling, other targets": importance,
+    "dro, other targets": dro,
+    "gspo, other targets": gspo,
     "cross_entropy, other targets": cross_entropy,
     "cross_entropy, soft targets": cross_entropy,
 }

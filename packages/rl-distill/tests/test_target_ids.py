@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_core.data.batch import Batch
 from rl_core.data.ragged import Ragged
 from rl_distill.megatron.learner import MegatronLearner
-from rl_distill.objectives import supervised_objective, tinker_objective
+from rl_distill.objectives import tinker_objective
 from rl_distill.options import AdamOptions, LearnerOptions, ParallelOptions
 
 MakeBatch = Callable[..., Batch]
@@ -117,12 +117,15 @@ def test_one_target_that_is_the_token_is_the_token(tied_policy: Path, make_batch
     columns = {"target_ids": ids.values[:, None], "target_weights": weights.values[:, None]}
     columns["loss_weights"] = batch.ragged("loss_mask").values.astype(np.float32)
     as_target = batch.with_columns({name: Ragged(values, ids.offsets) for name, values in columns.items()})
-    both = []
-    for rows, objective in ((batch, supervised_objective), (as_target, tinker_objective("cross_entropy"))):
+    as_one = batch.with_columns({"target_ids": ids})
+    found = []
+    for rows in (batch, as_one, as_target):
+        objective = tinker_objective("cross_entropy")
         learner = MegatronLearner(tied_policy, OPTIONS)
         loss = learner.forward_backward(rows, objective).loss
         learner.optim_step()
-        both.append((loss, {name: tensor.clone() for name, tensor in learner.export_weights().items()}))
+        found.append((loss, {name: tensor.clone() for name, tensor in learner.export_weights().items()}))
         learner.close()
-    assert both[0][0] == both[1][0]
-    assert all(torch.equal(tensor, both[1][1][name]) for name, tensor in both[0][1].items())
+    for loss, learned_weights in found[1:]:
+        assert loss == found[0][0]
+        assert all(torch.equal(tensor, learned_weights[name]) for name, tensor in found[0][1].items())

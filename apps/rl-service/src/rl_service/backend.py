@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,6 +80,7 @@ class LearnerBackend:
         self._settings = settings
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
         self._owner: str | None = None
+        self._had_owner = False
         self._learner: MultiAdapterLearner  # once loaded
         self.base: Mapping[str, TensorDigest] = {}
         self.tied: Mapping[str, str] = {}
@@ -137,16 +139,22 @@ class LearnerBackend:
                 "start the service with a higher lora.max_rank."
             )
         frozen = [*(() if lora.train_mlp else MLP), *(() if lora.train_attn else ATTENTION)]
+        if all(any(fnmatchcase(name, pattern) for pattern in frozen) for name in self.adapted):
+            raise RefusedError(
+                "lora_config must have train_mlp or train_attn, because this service has adapters only in "
+                f"{', '.join(sorted({name.rpartition('.')[2] for name in self.adapted}))}, not in the output matrix.",
+                param="lora_config",
+            )
         self._learner.add_adapter(model_id, seed=lora.seed, rank=lora.rank, frozen=frozen)
         return lora.rank
 
     def _create_full(self, model_id: str) -> int:
         if self._owner is not None:
             raise RefusedError(f"{self._owner} trains all weights, so nobody else can. Finish its session first.")
-        if self._learner.step:
+        if self._had_owner:  # which may have loaded or trained other weights
             self._learner.close()
             self._learner = self._built()
-        self._owner = model_id
+        self._owner, self._had_owner = model_id, True
         return 0
 
     def forget(self, model_id: str) -> None:

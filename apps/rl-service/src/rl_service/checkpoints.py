@@ -33,6 +33,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
         user_metadata: The client's own.
         expires_at: Unix time after which they are removed; None if never.
         is_snapshot: Made for one sampling client, and removed after newer ones.
+        train_mlp: Their client trains the layers' MLPs.
+        train_attn: Their client trains the layers' attention.
     """
 
     path: str
@@ -44,6 +46,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, str] | None = None
     expires_at: float | None = None
     is_snapshot: bool = False
+    train_mlp: bool = True
+    train_attn: bool = True
 
     @property
     def run(self) -> str:

@@ -71,7 +71,7 @@ OPTIONAL = ("weights", "sequence_ratio_mask")
 def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> Batch:
     """Return the rows of a request: the input tokens of each, and its last target.
 
-    If a datum of a cross entropy has other targets than the tokens after its inputs, all rows have `target_ids`.
+    If a datum has other targets than the tokens after its inputs, all rows have `target_ids`.
 
     Args:
         request: The request.
@@ -85,26 +85,23 @@ def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> B
         raise RefusedError("data must have at least one datum.", param="data")
     rows = [_row(datum, request.loss, f"data[{index}]") for index, datum in enumerate(request.data)]
     for index, row in enumerate(rows):
-        ids, length = row["input_ids"], len(row["input_ids"])
-        if "target_ids" in row:
-            ids = np.append(ids, row["target_ids"][1:])
+        ids, length = np.append(row["input_ids"], row["target_ids"][1:]), len(row["input_ids"])
         if length > max_tokens or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             raise RefusedError(
                 f"data[{index}] must have at most {max_tokens} tokens with ids from 0 to {vocab_size - 1}, with its "
                 f"last target; found {length} tokens with ids from {int(ids.min())} to {int(ids.max())}."
             )
+    has_usual = all(np.array_equal(row["target_ids"][1:].ravel(), row["input_ids"][1:]) for row in rows)
     if request.loss == "cross_entropy":
-        rows = _of_equal_width(rows)
+        rows = _with_loss_weights(rows) if has_usual else _of_equal_width(rows)
+    names = rows[0].keys() - ({"target_ids"} if has_usual else set())
     offsets = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
-    columns = {name: Ragged(np.concatenate([row[name] for row in rows]), offsets) for name in rows[0]}
+    columns = {name: Ragged(np.concatenate([row[name] for row in rows]), offsets) for name in sorted(names)}
     return Batch([RowKey(f"datum-{index}", 0, 0) for index in range(len(rows))], columns)
 
 
 def _row(datum: Datum, loss: str, where: str) -> dict[str, NDArray[Any]]:
-    """Return a row's columns, with 0 at the first token.
-
-    Programs fill the targets of a policy loss with any token where the advantage is 0; these positions are masked.
-    """
+    """Return a row's columns, with 0 at the first token."""
     columns, tokens = INPUTS.get(loss, POLICY_INPUTS), datum.tokens
     known, is_soft = {"target_tokens", *columns}, loss == "cross_entropy"
     for name in datum.inputs:
@@ -124,18 +121,12 @@ def _row(datum: Datum, loss: str, where: str) -> dict[str, NDArray[Any]]:
             wanted = f"finite numbers of shape {list(targets.shape)}"
             raise refused_field(f"{where}.{name}", f"shape {found}", wanted)
         row[column] = _after_first(values, 0).astype(np.float32)
-    is_known = np.arange(len(tokens) + 1) > 0
+    row["target_ids"] = _after_first(targets, -1)
     if is_soft:
-        row["target_ids"] = _after_first(targets, -1)
-        row = {name: values.reshape(len(is_known), -1) for name, values in row.items()}
-    else:
-        is_known[1:-1] = targets[:-1] == tokens[1:]
-        if row["advantages"][1:][~is_known[1:]].any():
-            message = "must be the token after each input token where advantages is not 0; found other tokens."
-            raise RefusedError(f"{where}.target_tokens {message}", param="target_tokens")
-        row = {name: np.where(is_known, values, np.float32(0)) for name, values in row.items()}
-    row["input_ids"], row["loss_mask"] = np.append(tokens.astype(np.int64), targets.flat[-1]), is_known
-    return {"loss_weights": is_known.astype(np.float32), **row}
+        row = {name: values.reshape(len(tokens) + 1, -1) for name, values in row.items()}
+    row["input_ids"] = np.append(tokens.astype(np.int64), targets.flat[-1])
+    row["loss_mask"] = np.arange(len(tokens) + 1) > 0
+    return {"loss_weights": row["loss_mask"].astype(np.float32), **row}
 
 
 def _after_first(values: NDArray[Any], first: int) -> NDArray[Any]:
@@ -143,11 +134,14 @@ def _after_first(values: NDArray[Any], first: int) -> NDArray[Any]:
     return np.concatenate([np.full((1, *values.shape[1:]), first), values])
 
 
+def _with_loss_weights(rows: Sequence[dict[str, NDArray[Any]]]) -> list[dict[str, NDArray[Any]]]:
+    """Return rows whose targets are the tokens after their inputs, with the weights of these tokens."""
+    names = ("input_ids", "loss_mask")
+    return [{name: row[name] for name in names} | {"loss_weights": row["target_weights"][:, 0]} for row in rows]
+
+
 def _of_equal_width(rows: Sequence[dict[str, NDArray[Any]]]) -> list[dict[str, NDArray[Any]]]:
-    """Return rows with equally many `target_ids`, or without any if all targets are the tokens after their inputs."""
-    if all(np.array_equal(row["target_ids"][1:], row["input_ids"][1:, None]) for row in rows):
-        names = ("input_ids", "loss_mask")
-        return [{name: row[name] for name in names} | {"loss_weights": row["target_weights"][:, 0]} for row in rows]
+    """Return rows with equally many `target_ids` at each token."""
     width = max(row["target_ids"].shape[1] for row in rows)
     wide = []
     for row in rows:

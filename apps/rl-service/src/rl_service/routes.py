@@ -187,7 +187,7 @@ class Routes:
             "is_lora": saved.rank > 0,
             "lora_rank": saved.rank or None,
         }
-        return info | {"train_unembed": False, "train_mlp": True, "train_attn": True}
+        return info | {"train_unembed": False, "train_mlp": saved.train_mlp, "train_attn": saved.train_attn}
 
     async def _checkpoints(self, request: HttpRequest) -> Response:
         run = request.path_params.get("run")

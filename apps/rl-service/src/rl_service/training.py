@@ -52,6 +52,7 @@ class TrainingRequests:
         self._settings, self._learner, self._clients, self._checkpoints = settings, learner, clients, checkpoints
         self.inflight = {one.follows: one.path for one in clients.sampling.values() if one.follows and one.path}
         self.records: dict[str, ClientRecord] = {}
+        self._adapters: dict[str, LoraConfig] = {}
 
     def run(self, client: TrainingClient, request: TrainingRequest, *, arrived_at: float) -> Answer:
         """Run a request.
@@ -95,6 +96,7 @@ class TrainingRequests:
         except BaseException as error:
             self._clients.end(client.model_id, f"it could not be created: {error}")
             self._learner.forget(client.model_id)
+            self._adapters.pop(client.model_id, None)
             raise
         entry, settings = client.entry, self._settings
         policy, lora = settings.policy, {"rank": entry.rank, "alpha": settings.lora.alpha}
@@ -107,6 +109,7 @@ class TrainingRequests:
     def end(self, client: TrainingClient, event: str) -> None:
         """Free a client's weights, and end its record with an event of a run."""
         self._learner.forget(client.model_id)
+        self._adapters.pop(client.model_id, None)
         if client.model_id in self.records:
             self.records.pop(client.model_id).close(event, client.lost)
 
@@ -138,12 +141,14 @@ class TrainingRequests:
         lora = request.lora_config if isinstance(request, CreateModel) else None
         if isinstance(request, LoadWeights):
             saved = self._checkpoints.find(request.path)
-            client.entry.base_model, lora = request.base_model or saved.base_model, LoraConfig(rank=saved.rank)
+            client.entry.base_model = request.base_model or saved.base_model
+            lora = LoraConfig(rank=saved.rank, train_mlp=saved.train_mlp, train_attn=saved.train_attn)
         self.check_name(client.entry.base_model)
         optimizer = request.optimizer_config
         if optimizer is not None and optimizer.type != "adamw":
             raise refused_field("optimizer_config.type", optimizer.type, '"adamw", the optimizer of this service')
         client.entry.rank = self._learner.create(client.model_id, lora)
+        self._adapters[client.model_id] = lora if lora is not None and client.entry.rank else LoraConfig(rank=0)
         if isinstance(request, LoadWeights):
             return self._load(client, request)
         return Answer.of(model_id=client.model_id, type="create_model")
@@ -225,7 +230,7 @@ class TrainingRequests:
 
     def _keep(self, client: TrainingClient, path: str, request: Save, write: Callable[[Path], None]) -> Saved:
         """Write weights, and remove those that have expired or were replaced."""
-        saved = self._checkpoints.save(_record(client, path, request), write)
+        saved = self._checkpoints.save(self._record(client, path, request), write)
         self._checkpoints.sweep(kept_snapshots=self._settings.limits.kept_snapshots)
         return saved
 
@@ -256,6 +261,13 @@ class TrainingRequests:
         saved = self._checkpoints.find(request.path)
         if saved.segment != "weights":
             raise RefusedError(f"{request.path} has no state to train from; load one of save_state.", param="path")
+        own = self._adapters[client.model_id]
+        if saved.rank and own.rank and (found := _adapter(saved)) != (wanted := _adapter(own)):
+            raise RefusedError(
+                f"{request.path} has {found}; this client has {wanted}. Use create_training_client_from_state, whose "
+                "client is as the one that saved.",
+                param="path",
+            )
         folder = self._checkpoints.folder_of(request.path)
         learner = self._learner.of(client.model_id)
         learner.zero_grad()
@@ -266,15 +278,22 @@ class TrainingRequests:
             self.records[client.model_id].restart(client.step)
         return Answer.of(path=request.path, model_id=client.model_id, type="load_weights")
 
+    def _record(self, client: TrainingClient, path: str, request: Save) -> Saved:
+        adapter = self._adapters[client.model_id]
+        return Saved(
+            path=path,
+            base_model=client.entry.base_model,
+            rank=client.entry.rank,
+            step=client.step,
+            saved_at=time.time(),
+            user_metadata=None if isinstance(request, SaveWeightsExternal) else request.user_metadata,
+            expires_at=expiry(request.ttl_seconds),
+            is_snapshot=request.path is None and isinstance(request, SaveWeightsForSampler),
+            train_mlp=adapter.train_mlp,
+            train_attn=adapter.train_attn,
+        )
 
-def _record(client: TrainingClient, path: str, request: Save) -> Saved:
-    return Saved(
-        path=path,
-        base_model=client.entry.base_model,
-        rank=client.entry.rank,
-        step=client.step,
-        saved_at=time.time(),
-        user_metadata=None if isinstance(request, SaveWeightsExternal) else request.user_metadata,
-        expires_at=expiry(request.ttl_seconds),
-        is_snapshot=request.path is None and isinstance(request, SaveWeightsForSampler),
-    )
+
+def _adapter(one: Saved | LoraConfig) -> str:
+    """Describe an adapter."""
+    return f"rank {one.rank}, train_mlp = {one.train_mlp}, train_attn = {one.train_attn}"

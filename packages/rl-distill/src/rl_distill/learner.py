@@ -64,7 +64,7 @@ class MicroBatch:
 Objective = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, MetricSums]]
 """(policy_logprobs [T], entropy [T] or None, micro-batch) -> (loss summed over the micro-batch's tokens with
 `loss_weights`, metric sums). policy_logprobs[t] belongs to token t; it is 0 at the first token of each trajectory.
-In batches with the column `target_ids`, policy_logprobs are [T, K]: those of these ids."""
+In batches with the column `target_ids`, policy_logprobs are [T] or [T, K]: those of these ids."""
 
 
 ValueLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, MetricSums]]
@@ -144,7 +144,7 @@ class Scorer(Model, Protocol):
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of the tokens of each trajectory, aligned with input_ids; 0 at the first token.
 
-        A batch with the column `target_ids` gets the logprobs [K] of these instead, without meaning where an id is -1.
+        A batch with the column `target_ids` gets the logprobs of these instead, without meaning where an id is -1.
         """
         ...
 

@@ -60,7 +60,9 @@ COLUMNS: dict[str, ColumnSpec] = {
     ),
     "teacher_index": _token("int16", "Index of the teacher that scored the token; -1 if none did."),
     "target_ids": _token(
-        "int32", "Ids [K] whose logprobs the loss needs instead of the token's own; -1 for none.", value_axes=1
+        "int32",
+        "Id or ids [K] whose logprobs the loss needs, not the token's own; -1 for none.",
+        value_axes=None,
     ),
     "target_weights": _token("float32", "Weights [K] of `target_ids` in the loss.", value_axes=1),
     "values": _token("float32", "The critic's values."),

@@ -55,7 +55,7 @@ class PlacedPack:
         layout: Layout of all computed tokens, with the rotary tables and experts of the slice.
         kept: [K] int64 indices within the slice of hidden states that are scored.
         expand: [M] int64 index into `kept` of each token to score; None if M equals K.
-        targets: [M] int64 ids of the tokens to score, or [M, K] if the pack has `target_ids`.
+        targets: [M] int64 ids of the tokens to score, or [M] or [M, K] of the pack's `target_ids`.
         scored: [N] int64 indices within the pack of the tokens that receive a score.
         given: [N] int64 index among the M scores of each receiving token; None if N equals M.
         sharing: How ranks divide the tokens.
