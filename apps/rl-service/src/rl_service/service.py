@@ -254,7 +254,7 @@ class TrainingService:
             if client.lost is not None:
                 raise self._lost(client)
             num_tokens = request.num_tokens if isinstance(request, ForwardBackward) else 0
-            self._turns.check_room(owner, num_tokens=num_tokens, num_bytes=num_bytes)
+            self._turns.check_room(owner, seq_id=seq_id, num_tokens=num_tokens, num_bytes=num_bytes)
             run = partial(self._training.run, client, request, arrived_at=time.monotonic())
             size = {"num_tokens": num_tokens, "num_bytes": num_bytes}
             self._turns.put(Work(owner=owner, seq_id=seq_id, request_id=request_id, run=run, **size))
