@@ -39,6 +39,7 @@ from rl_service.requests import (
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
+    Unreadable,
 )
 from rl_service.sampling import EngineSlots, Sampler, Share, Weights
 from rl_service.scheduling import Turns, Work
@@ -169,7 +170,7 @@ class TrainingService:
 
     def train(
         self,
-        request: ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal,
+        request: ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal | Unreadable,
         *,
         num_bytes: int = 0,
     ) -> Body:
