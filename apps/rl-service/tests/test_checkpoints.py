@@ -1,5 +1,8 @@
 """Saved weights are complete or absent, and found by their path."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from rl_rollout.gateway import RefusedError
@@ -40,6 +43,36 @@ def test_a_save_that_fails_leaves_the_earlier_weights(tmp_path):
     assert (checkpoints.folder_of(saved.path) / "file").read_text() == "first"
     checkpoints.save(record("one"), write("second"))
     assert (checkpoints.folder_of(saved.path) / "file").read_text() == "second"
+
+
+@pytest.mark.parametrize(("renames", "left"), [(0, "old"), (1, "new")])
+def test_a_server_killed_while_it_replaces_weights_leaves_the_old_or_the_new_ones(tmp_path, monkeypatch, renames, left):
+    checkpoints, rename, done = Checkpoints(tmp_path), Path.rename, []
+    path = checkpoints.save(record("one"), write("old")).path
+
+    def dies(*args):
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(rename(*args))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", dies)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(record("one", saved_at=2.0), write("new"))
+    again = Checkpoints(tmp_path)
+    assert (again.folder_of(path) / "file").read_text() == left
+    assert not [*tmp_path.glob("*/*/.*")]
+
+
+def test_half_removed_weights_do_not_come_back(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    saved = checkpoints.save(record("one"), write("content"))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        checkpoints.remove(saved.path)
+    assert [*tmp_path.glob("*/*/.*")]
+    assert list(Checkpoints(tmp_path)) == []
+    assert not [*tmp_path.glob("*/*/.*")]
 
 
 def test_what_a_killed_server_left_unfinished_is_removed(tmp_path):
