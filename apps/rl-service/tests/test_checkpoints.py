@@ -102,10 +102,12 @@ def test_old_snapshots_and_expired_weights_are_removed(tmp_path):
         checkpoints.save(snapshot, write("s"))
     checkpoints.save(record("gone", expires_at=2.0), write("old"))
     checkpoints.save(record("kept"), write("new"))
+    path = weights_path(RUN, "weights", "gone")
     with pytest.raises(RefusedError, match="may have expired"):
-        checkpoints.find(weights_path(RUN, "weights", "gone"))
-    checkpoints.sweep(kept_snapshots=2)
+        checkpoints.find(path)
+    checkpoints.check_free(path, overwrite=False)
     assert [saved.path.rpartition("/")[2] for saved in checkpoints] == ["kept"]
+    checkpoints.sweep(kept_snapshots=2)
     left = sorted(path.parent.name for path in tmp_path.glob("*/*/*/saved.json"))
     assert left == ["kept", "s2", "s3"]
 

@@ -56,6 +56,11 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
         """Whether they are to train, to sample or to download."""
         return split_path(self.path)[1]
 
+    @property
+    def has_expired(self) -> bool:
+        """True if they can no longer be found, and will be removed."""
+        return self.expires_at is not None and self.expires_at < time.time()
+
 
 def weights_path(run: str, segment: Segment, name: str) -> str:
     """Return the path of weights with a name.
@@ -104,8 +109,9 @@ class Checkpoints:
             self._saved[saved.path] = saved
 
     def __iter__(self) -> Iterator[Saved]:
-        """Iterate over all weights that clients named, oldest first."""
-        return iter(sorted((one for one in self._saved.values() if not one.is_snapshot), key=lambda one: one.saved_at))
+        """Iterate over all weights that clients named and that have not expired, oldest first."""
+        named = [one for one in list(self._saved.values()) if not one.is_snapshot and not one.has_expired]
+        return iter(sorted(named, key=_age))
 
     def find(self, path: str) -> Saved:
         """Return the record of saved weights.
@@ -115,7 +121,7 @@ class Checkpoints:
         """
         split_path(path)
         found = self._saved.get(path)
-        if found is None or (found.expires_at is not None and found.expires_at < time.time()):
+        if found is None or found.has_expired:
             raise RefusedError(f"there are no saved weights at {path}; they may have expired.", kind="not_found_error")
         return found
 
@@ -149,7 +155,7 @@ class Checkpoints:
         Raises:
             RefusedError: There are some already.
         """
-        if path in self._saved and not overwrite:
+        if not overwrite and (found := self._saved.get(path)) is not None and not found.has_expired:
             raise RefusedError(f"{path} exists already. Choose another name, or save with overwrite.", param="path")
 
     def save(self, saved: Saved, write: Callable[[Path], None]) -> Saved:
@@ -194,10 +200,9 @@ class Checkpoints:
 
     def sweep(self, *, kept_snapshots: int) -> None:
         """Remove expired weights, and all but the newest snapshots of each training client."""
-        now = time.time()
         by_run: dict[str, list[Saved]] = {}
         for saved in list(self._saved.values()):
-            if saved.expires_at is not None and saved.expires_at < now:
+            if saved.has_expired:
                 self._drop(saved)
             elif saved.is_snapshot:
                 by_run.setdefault(saved.run, []).append(saved)

@@ -118,6 +118,7 @@ class TrainingService:
     async def tick(self) -> None:
         """Drop what has expired. Call it about once a second."""
         self.futures.sweep()
+        await asyncio.to_thread(self.checkpoints.sweep, kept_snapshots=self._limits.kept_snapshots)
         last = time.monotonic() - self._limits.lapse_s
         for session_id, seen in list(self.clients.seen.items()):
             if seen < last and session_id not in self.clients.ended:
