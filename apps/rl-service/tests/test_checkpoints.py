@@ -1,5 +1,8 @@
 """Saved weights are complete or absent, and found by their path."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from rl_rollout.gateway import RefusedError
@@ -42,6 +45,36 @@ def test_a_save_that_fails_leaves_the_earlier_weights(tmp_path):
     assert (checkpoints.folder_of(saved.path) / "file").read_text() == "second"
 
 
+@pytest.mark.parametrize(("renames", "left"), [(0, "old"), (1, "new")])
+def test_a_server_killed_while_it_replaces_weights_leaves_the_old_or_the_new_ones(tmp_path, monkeypatch, renames, left):
+    checkpoints, rename, done = Checkpoints(tmp_path), Path.rename, []
+    path = checkpoints.save(record("one"), write("old")).path
+
+    def dies(*args):
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(rename(*args))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", dies)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(record("one", saved_at=2.0), write("new"))
+    again = Checkpoints(tmp_path)
+    assert (again.folder_of(path) / "file").read_text() == left
+    assert not [*tmp_path.glob("*/*/.*")]
+
+
+def test_half_removed_weights_do_not_come_back(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    saved = checkpoints.save(record("one"), write("content"))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        checkpoints.remove(saved.path)
+    assert [*tmp_path.glob("*/*/.*")]
+    assert list(Checkpoints(tmp_path)) == []
+    assert not [*tmp_path.glob("*/*/.*")]
+
+
 def test_what_a_killed_server_left_unfinished_is_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     folder = checkpoints.folder_of(checkpoints.save(record("one"), write("first")).path)
@@ -69,10 +102,12 @@ def test_old_snapshots_and_expired_weights_are_removed(tmp_path):
         checkpoints.save(snapshot, write("s"))
     checkpoints.save(record("gone", expires_at=2.0), write("old"))
     checkpoints.save(record("kept"), write("new"))
+    path = weights_path(RUN, "weights", "gone")
     with pytest.raises(RefusedError, match="may have expired"):
-        checkpoints.find(weights_path(RUN, "weights", "gone"))
-    checkpoints.sweep(kept_snapshots=2)
+        checkpoints.find(path)
+    checkpoints.check_free(path, overwrite=False)
     assert [saved.path.rpartition("/")[2] for saved in checkpoints] == ["kept"]
+    checkpoints.sweep(kept_snapshots=2)
     left = sorted(path.parent.name for path in tmp_path.glob("*/*/*/saved.json"))
     assert left == ["kept", "s2", "s3"]
 

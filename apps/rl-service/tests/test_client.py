@@ -372,6 +372,26 @@ def test_hostile_bodies_are_refused_and_the_service_goes_on(server, client):
         trainer.forward([datum()], "cross_entropy").result()  # it has the same place in the client's order
 
 
+def test_a_training_request_that_cannot_be_read_fails_in_its_turn(settings, server, client):
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    message = tinker.proto.tinker_public_pb2.ForwardBackwardRequest(model_id=trainer.model_id, seq_id=1)
+    headers = {"X-API-Key": client.holder._api_key, "Content-Type": "application/x-protobuf"}
+    content = message.SerializeToString() + bytes(settings.server.max_body_bytes)
+    posted = httpx.post(f"{server.address}/api/v1/forward_backward", content=content, headers=headers, timeout=60)
+    assert posted.status_code == 200
+    told = "the body must have at most 67108864 bytes"
+    with pytest.raises(tinker.RequestFailedError, match=told):
+        trainer.forward([datum()], "cross_entropy").result()  # it has the same place in the client's order
+    with pytest.raises(tinker.RequestFailedError, match=f"because forward_backward 1 failed: {told}"):
+        step(trainer)
+    with pytest.raises(tinker.RequestFailedError, match=r"adam_params.*: Input should be a valid number"):
+        step(trainer, learning_rate=float("inf"))
+    with pytest.raises(tinker.RequestFailedError, match="a SaveWeightsRequest must have at most 1048576 bytes"):
+        trainer.save_state("state", user_metadata={"a": "b" * (2 << 20)}).result()
+    assert step(trainer).metrics["loss:sum"] > 0
+    assert open_run(folder_of(settings, trainer)).history.finite("service/failed_requests").tolist() == [4.0, 0.0]
+
+
 def test_the_example_trains_and_samples(server, client, monkeypatch, capsys):
     file = Path(__file__).parents[3] / "examples" / "service" / "train.py"
     spec = importlib.util.spec_from_file_location("service_example", file)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -59,6 +60,11 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
         """Whether they are to train, to sample or to download."""
         return split_path(self.path)[1]
 
+    @property
+    def has_expired(self) -> bool:
+        """True if they can no longer be found, and will be removed."""
+        return self.expires_at is not None and self.expires_at < time.time()
+
 
 def weights_path(run: str, segment: Segment, name: str) -> str:
     """Return the path of weights with a name.
@@ -90,11 +96,15 @@ class Checkpoints:
     """All saved weights below a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the records of a folder, and remove what a killed process left unfinished."""
-        self._folder = folder
+        """Read the records of a folder. Of what a killed process left, complete weights stay and others are removed."""
+        self._folder, self._lock = folder, threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in folder.glob("*/*/.*"):
-            shutil.rmtree(unfinished)
+        for hidden in sorted(folder.glob("*/*/.*"), reverse=True):  # new weights before those that they replace
+            place = hidden.with_name(hidden.name.lstrip("."))
+            if (hidden / RECORD).exists() and not place.exists():
+                hidden.rename(place)
+            else:
+                shutil.rmtree(hidden)
         self._saved: dict[str, Saved] = {}
         for file in folder.glob(f"*/*/*/{RECORD}"):
             saved = read_record(file, Saved)
@@ -103,8 +113,9 @@ class Checkpoints:
             self._saved[saved.path] = saved
 
     def __iter__(self) -> Iterator[Saved]:
-        """Iterate over all weights that clients named, oldest first."""
-        return iter(sorted((one for one in self._saved.values() if not one.is_snapshot), key=lambda one: one.saved_at))
+        """Iterate over all weights that clients named and that have not expired, oldest first."""
+        named = [one for one in list(self._saved.values()) if not one.is_snapshot and not one.has_expired]
+        return iter(sorted(named, key=_age))
 
     def find(self, path: str) -> Saved:
         """Return the record of saved weights.
@@ -114,7 +125,7 @@ class Checkpoints:
         """
         split_path(path)
         found = self._saved.get(path)
-        if found is None or (found.expires_at is not None and found.expires_at < time.time()):
+        if found is None or found.has_expired:
             raise RefusedError(f"there are no saved weights at {path}; they may have expired.", kind="not_found_error")
         return found
 
@@ -148,7 +159,7 @@ class Checkpoints:
         Raises:
             RefusedError: There are some already.
         """
-        if path in self._saved and not overwrite:
+        if not overwrite and (found := self._saved.get(path)) is not None and not found.has_expired:
             raise RefusedError(f"{path} exists already. Choose another name, or save with overwrite.", param="path")
 
     def save(self, saved: Saved, write: Callable[[Path], None]) -> Saved:
@@ -167,14 +178,16 @@ class Checkpoints:
             size = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
             saved = msgspec.structs.replace(saved, size_bytes=size)
             write_durably(part / RECORD, msgspec.json.encode(saved))
-            if place.exists():
-                shutil.rmtree(place)
-            part.rename(place)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        sync_folder(place.parent)
-        self._saved[saved.path] = saved
+        with self._lock:
+            replaced = _set_aside(place) if place.exists() else None
+            part.rename(place)
+            sync_folder(place.parent)
+            self._saved[saved.path] = saved
+            if replaced is not None:
+                _discard(replaced)
         return saved
 
     def remove(self, path: str) -> None:
@@ -183,11 +196,7 @@ class Checkpoints:
         Raises:
             RefusedError: There are none.
         """
-        place = self._place(self.find(path).path)
-        del self._saved[path]
-        gone = place.with_name(f".{place.name}")
-        place.rename(gone)
-        shutil.rmtree(gone)
+        self._drop(self.find(path))
 
     def newest(self, run: str) -> Saved | None:
         """Return the newest state that a training client saved."""
@@ -195,21 +204,40 @@ class Checkpoints:
 
     def sweep(self, *, kept_snapshots: int) -> None:
         """Remove expired weights, and all but the newest snapshots of each training client."""
-        now = time.time()
         by_run: dict[str, list[Saved]] = {}
         for saved in list(self._saved.values()):
-            if saved.expires_at is not None and saved.expires_at < now:
-                self._saved[saved.path] = msgspec.structs.replace(saved, expires_at=None)
-                self.remove(saved.path)
+            if saved.has_expired:
+                self._drop(saved)
             elif saved.is_snapshot:
                 by_run.setdefault(saved.run, []).append(saved)
         for snapshots in by_run.values():
             for saved in sorted(snapshots, key=_age)[:-kept_snapshots]:
-                self.remove(saved.path)
+                self._drop(saved)
+
+    def _drop(self, saved: Saved) -> None:
+        """Remove weights, unless they were removed or replaced meanwhile."""
+        with self._lock:
+            if self._saved.get(saved.path) == saved:
+                del self._saved[saved.path]
+                _discard(_set_aside(self._place(saved.path)))
 
     def _place(self, path: str) -> Path:
         run, segment, name = split_path(path)
         return self._folder / run.replace(":", "_") / segment / name
+
+
+def _set_aside(place: Path) -> Path:
+    """Hide a folder of weights, whose place another one may take, and return where it is now."""
+    aside = place.with_name(f"..{place.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    place.rename(aside)
+    return aside
+
+
+def _discard(aside: Path) -> None:
+    """Remove a hidden folder, first its record: half removed, it must not become weights again."""
+    (aside / RECORD).unlink(missing_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def expiry(ttl_s: int | None) -> float | None:

@@ -3,8 +3,10 @@
 Only this file and wire.py know that package. Requests of a training client have a `seq_id` from 1 and run in its order.
 """
 
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rl_core.errors import MissingExtraError
@@ -79,6 +81,41 @@ class FinishSession(Own):
 
     reason: dict[str, Any] = {}
     detail: str | None = None
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A position in the order of a training client.
+
+    Attributes:
+        model_id: The training client.
+        seq_id: Position in its order.
+    """
+
+    model_id: str
+    seq_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A request that cannot run; it still takes its place in the client's order, so that later ones do not wait for it.
+
+    Attributes:
+        model_id: The training client.
+        seq_id: Position in its order.
+        problem: Why it cannot run.
+    """
+
+    model_id: str
+    seq_id: int
+    problem: RefusedError
+
+
+def read_place(body: bytes) -> Place | None:
+    """Return the position of a training request in JSON, or None if it has none."""
+    try:
+        return msgspec.json.decode(body, type=Place)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
 
 
 def read_request(body: bytes, kind: type[RequestT]) -> RequestT:

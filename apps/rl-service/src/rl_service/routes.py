@@ -11,15 +11,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Message
 
 from rl_core.data import Json
 from rl_rollout.gateway import BodyReader, ErrorsInFormat, RefusedError, secret_of
 from rl_service import requests
 from rl_service.checkpoints import Saved, expiry
 from rl_service.clients import TrainingClient
+from rl_service.losses import ForwardBackward
 from rl_service.service import TrainingService
 from rl_service.settings import ServiceSettings
-from rl_service.wire import PROTOBUF, decompressed, read_forward_backward
+from rl_service.wire import PROTOBUF, decompressed, read_forward_backward, read_place_of_pass
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 API = "/api/v1"
@@ -27,6 +29,8 @@ CHECKPOINT = "/training_runs/{run}/checkpoints/{segment}/{name}"
 DOWNLOAD_S = 3600
 MAX_JSON_BYTES = 1 << 20
 """Maximum size of a request without prompts; the journal keeps its metadata."""
+MAX_HEAD_BYTES = 1 << 18
+"""Size of the kept beginning of a pass, which is more than one block of zstd."""
 WRONG_KEY = "the service needs its key as X-API-Key. Set TINKER_API_KEY to the text of its file `key`."
 GONE = 410
 """Status of a session that has ended, and of a result that its client may ask for with a new request."""
@@ -49,7 +53,7 @@ class Routes:
 
     def application(self) -> Starlette:
         """Return the ASGI application."""
-        service, of = self._service, self._posted
+        service, of, trained = self._service, self._posted, self._trained
         posts: Mapping[str, Handler] = {
             "/client/config": of(requests.ClientConfig, self._client_config),
             "/client/dynamic_config": of(requests.ClientConfig, lambda _: {"sample_cancel_enabled": True}),
@@ -59,11 +63,11 @@ class Routes:
             "/create_model": of(requests.CreateModel, service.create_model),
             "/get_info": of(requests.OfModel, service.get_info),
             "/forward_backward": self._forward_backward,
-            "/optim_step": of(requests.OptimStep, service.train),
-            "/save_weights": of(requests.SaveWeights, service.train),
-            "/save_weights_for_sampler": of(requests.SaveWeightsForSampler, service.train),
-            "/save_weights_external": of(requests.SaveWeightsExternal, service.train),
-            "/load_weights": of(requests.LoadWeights, service.load_weights),
+            "/optim_step": trained(requests.OptimStep, service.train),
+            "/save_weights": trained(requests.SaveWeights, service.train),
+            "/save_weights_for_sampler": trained(requests.SaveWeightsForSampler, service.train),
+            "/save_weights_external": trained(requests.SaveWeightsExternal, service.train),
+            "/load_weights": trained(requests.LoadWeights, service.load_weights),
             "/create_sampling_session": of(requests.CreateSamplingSession, service.create_sampling_session),
             "/asample": of(requests.Sample, service.sample),
             "/retrieve_future": self._retrieve,
@@ -108,17 +112,32 @@ class Routes:
 
         return handled
 
+    def _trained(self, kind: type[requests.RequestT], run: Callable[[requests.RequestT], dict[str, Json]]) -> Handler:
+        """Return the handler of a training request. One that cannot be read fails in its turn."""
+
+        async def handled(request: HttpRequest) -> Response:
+            content = await self._content(request)
+            try:
+                read = _read_json(content, kind)
+            except RefusedError as error:
+                if (place := requests.read_place(content)) is None:
+                    raise
+                unreadable = requests.Unreadable(model_id=place.model_id, seq_id=place.seq_id, problem=error)
+                return JSONResponse(self._service.train(unreadable))
+            return JSONResponse(run(read))
+
+        return handled
+
     async def _content(self, request: HttpRequest) -> bytes:
         content = bytes(await self._bodies.read_bytes(request, str(request.client)))
+        return self._decompressed(request, content)
+
+    def _decompressed(self, request: HttpRequest, content: bytes) -> bytes:
         encoding = request.headers.get("content-encoding", "")
         return decompressed(content, encoding, max_bytes=self._settings.server.max_body_bytes)
 
     async def _read(self, request: HttpRequest, kind: type[requests.RequestT]) -> requests.RequestT:
-        content = await self._content(request)
-        if kind is not requests.Sample and len(content) > MAX_JSON_BYTES:
-            told = f"a {kind.__name__} must have at most {MAX_JSON_BYTES} bytes; found {len(content)}."
-            raise RefusedError(told, kind="request_too_large")
-        return requests.read_request(content, kind)
+        return _read_json(await self._content(request), kind)
 
     def _client_config(self, _: requests.ClientConfig) -> dict[str, Json]:
         """Switch off what this service lacks; a client sends one part of a training request after the other."""
@@ -144,8 +163,29 @@ class Routes:
     async def _forward_backward(self, request: HttpRequest) -> Response:
         if PROTOBUF not in request.headers.get("content-type", ""):
             raise RefusedError(f"forward_backward takes {PROTOBUF} only.")
-        content = await self._content(request)
-        return JSONResponse(self._service.train(read_forward_backward(content), num_bytes=len(content)))
+        head = bytearray()
+
+        async def receive() -> Message:
+            message = await request.receive()
+            head.extend(message.get("body", b"")[: MAX_HEAD_BYTES - len(head)])
+            return message
+
+        try:
+            content = await self._content(HttpRequest(request.scope, receive))
+            asked, num_bytes = read_forward_backward(content), len(content)
+        except RefusedError as error:
+            place = None if error.may_retry else self._place_of_pass(request, bytes(head))
+            if place is None:
+                raise
+            asked, num_bytes = _failing(place, error), 0
+        return JSONResponse(self._service.train(asked, num_bytes=num_bytes))
+
+    def _place_of_pass(self, request: HttpRequest, head: bytes) -> requests.Place | None:
+        """Return the position of a pass from the first bytes of its body."""
+        try:
+            return read_place_of_pass(self._decompressed(request, head))
+        except RefusedError:
+            return None
 
     async def _retrieve(self, request: HttpRequest) -> Response:
         request_id = (await self._read(request, requests.RetrieveFuture)).request_id
@@ -255,6 +295,25 @@ class Routes:
 
 SEGMENTS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """The client's name for each kind of weights."""
+
+
+def _failing(place: requests.Place, problem: RefusedError) -> ForwardBackward:
+    return ForwardBackward(
+        model_id=place.model_id,
+        seq_id=place.seq_id,
+        loss="",
+        options={},
+        data=(),
+        forward_only=False,
+        problem=problem,
+    )
+
+
+def _read_json(content: bytes, kind: type[requests.RequestT]) -> requests.RequestT:
+    if kind is not requests.Sample and len(content) > MAX_JSON_BYTES:
+        told = f"a {kind.__name__} must have at most {MAX_JSON_BYTES} bytes; found {len(content)}."
+        raise RefusedError(told, kind="request_too_large")
+    return requests.read_request(content, kind)
 
 
 def _page(request: HttpRequest, name: str, found: list[dict[str, Any]]) -> Response:

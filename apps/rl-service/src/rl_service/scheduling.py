@@ -63,7 +63,7 @@ class Turns:
         line = self._lines.pop(owner, None)
         return [] if line is None else list(line.waiting.values())
 
-    def check_room(self, owner: str, *, num_tokens: int, num_bytes: int) -> None:
+    def check_room(self, owner: str, *, seq_id: int, num_tokens: int, num_bytes: int) -> None:
         """Check that a client's request can wait. The one that is next may always.
 
         Raises:
@@ -75,7 +75,7 @@ class Turns:
             ("max_waiting_tokens", limits.max_waiting_tokens, num_tokens, line.num_tokens),
             ("max_waiting_bytes", limits.max_waiting_bytes, num_bytes, line.num_bytes),
         ):
-            if line.waiting and has + more > most:
+            if seq_id > line.next_seq_id and has + more > most:
                 raise RefusedError(
                     f"limits.{name} = {most} for waiting requests of {owner}; it has {has}. Retry later.",
                     kind="rate_limit_error",

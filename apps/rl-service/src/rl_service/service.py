@@ -39,6 +39,7 @@ from rl_service.requests import (
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
+    Unreadable,
 )
 from rl_service.sampling import EngineSlots, Sampler, Share, Weights
 from rl_service.scheduling import Turns, Work
@@ -117,6 +118,7 @@ class TrainingService:
     async def tick(self) -> None:
         """Drop what has expired. Call it about once a second."""
         self.futures.sweep()
+        await asyncio.to_thread(self.checkpoints.sweep, kept_snapshots=self._limits.kept_snapshots)
         last = time.monotonic() - self._limits.lapse_s
         for session_id, seen in list(self.clients.seen.items()):
             if seen < last and session_id not in self.clients.ended:
@@ -169,7 +171,7 @@ class TrainingService:
 
     def train(
         self,
-        request: ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal,
+        request: ForwardBackward | OptimStep | SaveWeights | SaveWeightsForSampler | SaveWeightsExternal | Unreadable,
         *,
         num_bytes: int = 0,
     ) -> Body:
@@ -254,7 +256,7 @@ class TrainingService:
             if client.lost is not None:
                 raise self._lost(client)
             num_tokens = request.num_tokens if isinstance(request, ForwardBackward) else 0
-            self._turns.check_room(owner, num_tokens=num_tokens, num_bytes=num_bytes)
+            self._turns.check_room(owner, seq_id=seq_id, num_tokens=num_tokens, num_bytes=num_bytes)
             run = partial(self._training.run, client, request, arrived_at=time.monotonic())
             size = {"num_tokens": num_tokens, "num_bytes": num_bytes}
             self._turns.put(Work(owner=owner, seq_id=seq_id, request_id=request_id, run=run, **size))

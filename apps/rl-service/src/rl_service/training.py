@@ -26,12 +26,13 @@ from rl_service.requests import (
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
+    Unreadable,
 )
 from rl_service.settings import ServiceSettings
 from rl_service.wire import PROTOBUF, write_forward_backward
 
 Save = SaveWeights | SaveWeightsForSampler | SaveWeightsExternal
-TrainingRequest = CreateModel | LoadWeights | ForwardBackward | OptimStep | Save
+TrainingRequest = CreateModel | LoadWeights | ForwardBackward | OptimStep | Save | Unreadable
 UNJUDGED = ["grad_norm", "grad_jump", "policy_loss", "loss_jump", "step_time_jump"]
 """Health rules of trainers that do not hold here: sums over tokens grow with the batch, which may change at each step,
 and the time between steps is the client's own."""
@@ -86,6 +87,8 @@ class TrainingRequests:
                     return self._save_external(client, request)
                 case LoadWeights():
                     return self._load(client, request)
+                case Unreadable():
+                    raise request.problem
         except Exception as error:
             record.failed(error)
             raise

@@ -3,6 +3,7 @@
 Facts about the messages come from tinker 0.38 (Apache-2.0).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -14,6 +15,7 @@ from rl_core.data import FloatArray, IntArray
 from rl_core.errors import MissingExtraError
 from rl_rollout.gateway import RefusedError, refused_field
 from rl_service.losses import Datum, ForwardBackward
+from rl_service.requests import Place
 from rl_service.sampling import Sampled
 
 try:
@@ -30,6 +32,8 @@ MAX_VALUES = 2**26
 """Maximum size of a tensor that arrives compressed."""
 MAX_PARTS = 1 << 14
 """Maximum number of rows of a request, and of chunks of a row; a client sends at most 1024 rows at once."""
+_PLACE = re.compile(rb"\n[\x01-\x7f][ -~]{1,127}\x10[\x80-\xff]*[\x00-\x7f]")
+"""What a request begins with: its fields model_id and seq_id."""
 _DTYPES: Mapping[int, str] = {messages.DTYPE_FLOAT32: "<f4", messages.DTYPE_INT64: "<i8", messages.DTYPE_INT32: "<i4"}
 
 
@@ -51,6 +55,16 @@ def decompressed(body: bytes, encoding: str, *, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise RefusedError(f"the body must have at most {max_bytes} bytes.", kind="request_too_large")
     return content
+
+
+def read_place_of_pass(head: bytes) -> Place | None:
+    """Return the position of a request from its first bytes, or None if they have none."""
+    found, message = _PLACE.match(head), messages.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(found[0] if found else b"")
+    except DecodeError:
+        return None
+    return Place(model_id=message.model_id, seq_id=message.seq_id) if message.seq_id > 0 else None
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
