@@ -120,7 +120,6 @@ class TrainingRequests:
 
     def save_state(self, client: TrainingClient, name: str) -> str:
         """Save a client's weights and optimizer, without gradients that wait, and return their path."""
-        self._learner.of(client.model_id).zero_grad()
         request = SaveWeights(model_id=client.model_id, seq_id=0, path=name, overwrite=True)
         self._save(client, request)
         return weights_path(client.model_id, "weights", name)
