@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import os
 import re
 import socket
@@ -300,6 +301,8 @@ def test_weights_are_downloaded_in_peft_format_and_only_with_a_signed_address(se
     assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
     for name, url in urls.items():
         urllib.request.urlretrieve(url, tmp_path / name)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, settings.lora.alpha)
     base = transformers.AutoModelForCausalLM.from_pretrained(settings.policy.path, trust_remote_code=False)
     model = peft.PeftModel.from_pretrained(base, tmp_path)
     with torch.no_grad():

@@ -1,6 +1,5 @@
 """What the requests of training clients do. All of it runs on the learner's thread."""
 
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -216,11 +215,10 @@ class TrainingRequests:
         """Save an adapter in peft's format, or all weights as a Hugging Face folder."""
         path = weights_path(client.model_id, "external_weights", request.path)
         self._checkpoints.check_free(path, overwrite=False)
-        learner, recipients = self._learner.of(client.model_id), request.age_encryption_recipients
+        recipients = request.age_encryption_recipients
 
         def write(folder: Path) -> None:
-            learner.save(folder).wait()
-            shutil.rmtree(folder / "state")
+            self._learner.save_external(client.model_id, folder, rank=client.entry.rank)
             if recipients:
                 encrypt_files([file for file in folder.glob("*/*") if file.is_file()], recipients)
 
