@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import json
 import os
 import re
 import socket
@@ -301,6 +302,8 @@ def test_weights_are_downloaded_in_peft_format_and_only_with_a_signed_address(se
     assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
     for name, url in urls.items():
         urllib.request.urlretrieve(url, tmp_path / name)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, settings.lora.alpha)
     base = transformers.AutoModelForCausalLM.from_pretrained(settings.policy.path, trust_remote_code=False)
     model = peft.PeftModel.from_pretrained(base, tmp_path)
     with torch.no_grad():
@@ -317,6 +320,22 @@ def test_weights_are_downloaded_in_peft_format_and_only_with_a_signed_address(se
         rest.get_external_weights_urls(path.replace("best", "worst")).result()
     with pytest.raises(ValueError, match="only accepts external"):
         rest.get_external_weights_urls(sampler).result()
+
+
+def test_saving_between_a_pass_and_its_step_changes_neither(client):
+    trainers = [client.create_lora_training_client(base_model=NAME, rank=4, seed=2).result() for _ in range(3)]
+    paths, results = [], []
+    for trainer in trainers[:2]:
+        trainer.forward_backward([datum()], "cross_entropy").result()
+        if trainer is trainers[0]:
+            paths = [trainer.save_state("between").result().path, trainer.save_weights_external("all").result().path]
+        trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        results.append(logprobs_of(trainer.forward([datum()], "cross_entropy").result()).tolist())
+    assert len(paths) == 2
+    assert results[0] == results[1]
+    trainers[0].load_state(paths[0]).result()
+    before, loaded = (one.forward([datum()], "cross_entropy").result() for one in (trainers[2], trainers[0]))
+    assert logprobs_of(before).tolist() == logprobs_of(loaded).tolist()
 
 
 def test_the_command_of_the_client_downloads(server, client, tmp_path):

@@ -66,11 +66,14 @@ REFUSED = [
     ([datum([1, 2], [0.5, 3.0])], "target_tokens must be integers"),
     ([datum([1, 2], weights=[1])], r"data\[0\].weights must be finite numbers of shape \[2\]; found 'shape \[1\]'"),
     ([datum([1], [[2, 3]], weights=[1])], r"data\[0\].weights must be finite numbers of shape \[1, 2\]"),
-    ([datum([1], weights=[np.nan])], r"data\[0\].weights must be finite numbers of shape \[1\]"),
-    ([datum([1], [[2, 10]])], r"data\[0\] must have at most 6 tokens with ids from 0 to 9"),
+    ([datum([1], weights=[np.nan])], r"data\[0\].weights must be finite .* found 'NaN or infinity'"),
+    ([datum([1], [[2, 10]])], r"data\[0\] must be tokens with ids from 0 to 9; found '1 to 10'"),
     ([datum([1], advantage=[1])], r"data\[0\]: unknown input 'advantage'"),
-    ([datum([11])], r"data\[0\] must have at most 6 tokens with ids from 0 to 9"),
-    ([datum([1] * 6, [1] * 5 + [2])], r"data\[0\] must have at most 6 tokens .* found 7 tokens"),
+    ([datum([11])], r"data\[0\] must be tokens with ids from 0 to 9; found '9 to 11'"),
+    (
+        [datum([1] * 6, [1] * 5 + [2])],
+        r"data\[0\] must be at most 6 tokens long; found '7 tokens with its last target'",
+    ),
 ]
 
 
@@ -89,8 +92,11 @@ def test_policy_losses_need_logprobs_and_advantages():
     logprobs = Ragged(np.asarray([0, -3, -1], np.float32), batch.ragged("input_ids").offsets)
     batch = batch_of(request(data, loss="importance_sampling"), vocab_size=10, max_tokens=6)
     assert loss_of(objective, batch, logprobs) == pytest.approx(-2.0)
-    with pytest.raises(RefusedError, match=r"data\[0\].advantages must be finite numbers of .* found 'shape None'"):
+    with pytest.raises(RefusedError, match=r"data\[0\].advantages must be finite numbers of .* found 'none'"):
         batch_of(request(datum([1, 2], logprobs=[0, -1]), loss="ppo"), vocab_size=10, max_tokens=6)
+    half = datum([1, 2], logprobs=[0, -1], advantages=[0, 2], sequence_ratio_mask=[0.5, 1])
+    with pytest.raises(RefusedError, match=r"data\[0\].sequence_ratio_mask must be 0 or 1 at each token; found 0.5"):
+        batch_of(request(half, loss="gspo"), vocab_size=10, max_tokens=6)
 
 
 def test_other_targets_of_a_policy_loss_become_a_column():

@@ -204,7 +204,7 @@ def test_waiting_gradients_belong_to_their_adapter(build: Any, make_batch: MakeB
     learner.offload()
     learner.select_adapter(FIRST_ADAPTER)
     with pytest.raises(NotReadyError, match="gradients of 1 forward_backward calls wait"):
-        learner.save(tmp_path / "first")
+        learner.load(tmp_path / "second")
     assert learner.optim_step().grad_norm > 0
     learner.select_adapter("second")
     learner.load(tmp_path / "second")

@@ -55,7 +55,7 @@ from rl_service.settings import ServiceSettings
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 BASE = "base"
-WEIGHTS_FILE, CANARY_FILE = "adapter_model.safetensors", "canary.json"
+WEIGHTS_FILE, CONFIG_FILE, CANARY_FILE = "adapter_model.safetensors", "adapter_config.json", "canary.json"
 MLP, ATTENTION = ("*.mlp.*", "*.feed_forward.*", "*_moe.*"), ("*attn.*", "*attention.*")
 """Names of the modules that a client may leave alone."""
 NUM_CANARIES, CANARY_TOKENS = 4, 24
@@ -184,6 +184,13 @@ class LearnerBackend:
         logprobs = self.of(model_id).logprobs(self._canary_batch())
         self._write_sampler(folder, self._weights(), logprobs)
 
+    def save_external(self, model_id: str, folder: Path, *, rank: int) -> None:
+        """Write all weights as a Hugging Face folder, or an adapter of a rank in peft's format, into a subfolder."""
+        self.of(model_id).save(folder).wait()
+        shutil.rmtree(folder / "state")
+        if 0 < rank < self._settings.lora.max_rank:
+            _cut_adapter(folder / "adapter", rank)
+
     def _weights(self) -> Mapping[str, Any]:
         return self._learner.export_adapter() if self._settings.lora.max_rank else self._learner.export_weights()
 
@@ -211,12 +218,26 @@ class LearnerBackend:
             "bias": "none",
             "target_modules": sorted({name.rpartition(".")[2] for name in self.adapted}),
         }
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2))
 
     @property
     def canary_sequences(self) -> list[IntArray]:
         """The sequences whose logprobs prove served weights."""
         return self._canary
+
+
+def _cut_adapter(folder: Path, rank: int) -> None:
+    """Cut an adapter in peft's format, which zeros pad to a higher rank, to its own."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / WEIGHTS_FILE)
+    cut = {
+        name: (tensor[:rank] if "lora_A" in name else tensor[:, :rank]).contiguous() for name, tensor in tensors.items()
+    }
+    write_safetensors(cut, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = read_json_object(folder / CONFIG_FILE)
+    alpha = config["lora_alpha"] * rank / config["r"]
+    (folder / CONFIG_FILE).write_text(json.dumps({**config, "r": rank, "lora_alpha": alpha}, indent=2))
 
 
 class EngineBackend:

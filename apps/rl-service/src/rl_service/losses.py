@@ -86,11 +86,12 @@ def batch_of(request: ForwardBackward, *, vocab_size: int, max_tokens: int) -> B
     rows = [_row(datum, request.loss, f"data[{index}]") for index, datum in enumerate(request.data)]
     for index, row in enumerate(rows):
         ids, length = np.append(row["input_ids"], row["target_ids"][1:]), len(row["input_ids"])
-        if length > max_tokens or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            raise RefusedError(
-                f"data[{index}] must have at most {max_tokens} tokens with ids from 0 to {vocab_size - 1}, with its "
-                f"last target; found {length} tokens with ids from {int(ids.min())} to {int(ids.max())}."
-            )
+        if length > max_tokens:
+            found = f"{length} tokens with its last target"
+            raise refused_field(f"data[{index}]", found, f"at most {max_tokens} tokens long")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            wanted = f"tokens with ids from 0 to {vocab_size - 1}"
+            raise refused_field(f"data[{index}]", f"{int(ids.min())} to {int(ids.max())}", wanted)
     has_usual = all(np.array_equal(row["target_ids"][1:].ravel(), row["input_ids"][1:]) for row in rows)
     if request.loss == "cross_entropy":
         rows = _with_loss_weights(rows) if has_usual else _of_equal_width(rows)
@@ -117,9 +118,10 @@ def _row(datum: Datum, loss: str, where: str) -> dict[str, NDArray[Any]]:
     for name, column in columns.items():
         values = datum.inputs.get(name, np.ones(targets.shape) if name in OPTIONAL else None)
         if values is None or values.shape != targets.shape or not np.isfinite(values).all():
-            found = None if values is None else list(values.shape)
             wanted = f"finite numbers of shape {list(targets.shape)}"
-            raise refused_field(f"{where}.{name}", f"shape {found}", wanted)
+            raise refused_field(f"{where}.{name}", _wrong(values, targets.shape), wanted)
+        if column == "token_selection" and len(other := values[(values != 0) & (values != 1)]):
+            raise refused_field(f"{where}.{name}", float(other[0]), "0 or 1 at each token")
         row[column] = _after_first(values, 0).astype(np.float32)
     row["target_ids"] = _after_first(targets, -1)
     if is_soft:
@@ -127,6 +129,13 @@ def _row(datum: Datum, loss: str, where: str) -> dict[str, NDArray[Any]]:
     row["input_ids"] = np.append(tokens.astype(np.int64), targets.flat[-1])
     row["loss_mask"] = np.arange(len(tokens) + 1) > 0
     return {"loss_weights": row["loss_mask"].astype(np.float32), **row}
+
+
+def _wrong(values: NDArray[Any] | None, shape: tuple[int, ...]) -> str:
+    """Say what is wrong with an input that must be finite numbers of a shape."""
+    if values is None:
+        return "none"
+    return f"shape {list(values.shape)}" if values.shape != shape else "NaN or infinity"
 
 
 def _after_first(values: NDArray[Any], first: int) -> NDArray[Any]:

@@ -1,6 +1,5 @@
 """What the requests of training clients do. All of it runs on the learner's thread."""
 
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -123,7 +122,6 @@ class TrainingRequests:
 
     def save_state(self, client: TrainingClient, name: str) -> str:
         """Save a client's weights and optimizer, without gradients that wait, and return their path."""
-        self._learner.of(client.model_id).zero_grad()
         request = SaveWeights(model_id=client.model_id, seq_id=0, path=name, overwrite=True)
         self._save(client, request)
         return weights_path(client.model_id, "weights", name)
@@ -220,11 +218,10 @@ class TrainingRequests:
         """Save an adapter in peft's format, or all weights as a Hugging Face folder."""
         path = weights_path(client.model_id, "external_weights", request.path)
         self._checkpoints.check_free(path, overwrite=False)
-        learner, recipients = self._learner.of(client.model_id), request.age_encryption_recipients
+        recipients = request.age_encryption_recipients
 
         def write(folder: Path) -> None:
-            learner.save(folder).wait()
-            shutil.rmtree(folder / "state")
+            self._learner.save_external(client.model_id, folder, rank=client.entry.rank)
             if recipients:
                 encrypt_files([file for file in folder.glob("*/*") if file.is_file()], recipients)
 

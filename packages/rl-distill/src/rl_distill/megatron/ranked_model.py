@@ -304,7 +304,6 @@ class TrainedModel(RankedModel):
     def save(self, directory: Path, *, in_background: bool = False) -> PendingSave:
         """Write a checkpoint into an empty directory; see `rl_distill.learner.Learner.save`."""
         ranks = self._ranks
-        self._check_no_gradients("save")
         require_empty(directory)
         ranks.call_all(RankHost.begin_save, self._name, directory / STATE_FOLDER)
         adapter = self._trained_adapter()
