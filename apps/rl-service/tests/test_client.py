@@ -24,11 +24,13 @@ tinker = pytest.importorskip("tinker", reason="the tinker client is not installe
 
 from tinker import types  # noqa: E402 - after importorskip
 
+from rl_core.errors import DiskError  # noqa: E402
 from rl_metrics import DEFINITIONS  # noqa: E402
 from rl_metrics.cli import main as rl_metrics  # noqa: E402
 from rl_metrics.health import judge_run  # noqa: E402
 from rl_metrics.run_files import open_run  # noqa: E402
 from rl_rollout.engines import VLLMOptions  # noqa: E402
+from rl_service.checkpoints import Checkpoints  # noqa: E402
 from rl_service.main import running  # noqa: E402
 from rl_service.settings import (  # noqa: E402
     AdapterSettings,
@@ -460,6 +462,26 @@ def test_a_client_without_a_sign_of_life_is_saved_and_unloaded(settings, tmp_pat
         assert time.monotonic() < deadline
         trainer.holder.run_coroutine_threadsafe(asyncio.sleep(0.05)).result()
     with pytest.raises(tinker.BadRequestError, match=f"no sign of life .* Its last saved state is {path}"):
+        trainer.forward([datum()], "cross_entropy").result()
+    server.close()
+
+
+def test_a_client_that_cannot_be_saved_is_unloaded_too(settings, tmp_path, monkeypatch):
+    def fails(*_):
+        raise DiskError("the file cannot be written.")
+
+    monkeypatch.setattr(Checkpoints, "save", fails)
+    own = {"server": replace(settings.server, folder=tmp_path), "limits": ClientLimits(lapse_s=1e-9)}
+    server = Server(settings.model_copy(update=own))
+    client = server.client()
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    events = tmp_path / "clients" / trainer.model_id.replace(":", "_") / "events.jsonl"
+    deadline = time.monotonic() + 60
+    while "run_stopped" not in events.read_text():
+        assert time.monotonic() < deadline
+        trainer.holder.run_coroutine_threadsafe(asyncio.sleep(0.05)).result()
+    told = r"no sign of life .* could not be saved: the file cannot be written"
+    with pytest.raises(tinker.BadRequestError, match=told):
         trainer.forward([datum()], "cross_entropy").result()
     server.close()
 

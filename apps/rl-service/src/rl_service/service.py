@@ -148,8 +148,8 @@ class TrainingService:
     def create_model(self, request: CreateModel | LoadWeights) -> Body:
         """Create a training client; its result has the id."""
         session_id, number = request.session_id, request.model_seq_id
-        if session_id is None or number is None:
-            raise RefusedError("session_id and model_seq_id are required.", param="session_id")
+        if session_id is None or number is None or number < 0:
+            raise RefusedError("session_id and model_seq_id, from 0, are required.", param="session_id")
         self.clients.live_session(session_id)
         client = self.clients.training.get(training_id(session_id, number))
         if client is None:
@@ -330,7 +330,11 @@ class TrainingService:
         client.lost = f"its session has ended: {why}"
         unrun = self._turns.close(client.model_id)
         if event == STOPPED:
-            await self._learner.call(partial(self._training.save_state, client, "lapsed"))
+            try:
+                await self._learner.call(partial(self._training.save_state, client, "lapsed"))
+            except Exception as error:
+                self._faults.note("service_lapsed_client_not_saved", error)
+                client.lost += f". It could not be saved: {error}"
         self.clients.end(client.model_id, client.lost)
         await self._learner.call(partial(self._training.end, client, event))
         for work in unrun:
