@@ -560,6 +560,20 @@ def test_adapters_of_lower_rank_and_weights_without_their_optimizer(client):
         client.create_lora_training_client(base_model=NAME).result()
 
 
+def test_a_training_client_too_many_may_be_tried_again(server, client):
+    def created(number):
+        own = {"session_id": client.holder._session_id, "model_seq_id": number}
+        body = {**own, "base_model": NAME, "lora_config": {"rank": 4}}
+        headers = {"X-API-Key": client.holder._api_key}
+        return httpx.post(f"{server.address}/api/v1/create_model", json=body, headers=headers, timeout=60)
+
+    client.create_sampling_client(base_model=NAME).result()
+    answers = [created(number) for number in (-1, *range(17))]
+    assert [one.status_code for one in answers] == [400, *[200] * 16, 429]
+    assert "model_seq_id, from 0, are required" in answers[0].text
+    assert "limits.max_training_clients = 16 already. Finish a session" in answers[-1].text
+
+
 def test_a_wrong_key_and_a_wrong_model_are_refused_by_name(server, client):
     with pytest.raises(tinker.AuthenticationError, match="needs its key"):
         tinker.ServiceClient(base_url=server.address, api_key=f"tml-{'x' * 40}").create_sampling_client(

@@ -155,7 +155,8 @@ class TrainingService:
         if client is None:
             num_live = sum(one.lost is None for one in self.clients.training.values())
             if num_live >= self._limits.max_training_clients:
-                raise RefusedError(f"there are limits.max_training_clients = {num_live} already. Finish a session.")
+                told = f"there are limits.max_training_clients = {num_live} already. Finish a session."
+                raise RefusedError(told, kind="rate_limit_error")
             base, rank = request.base_model or "", self._settings.lora.max_rank
             client = self.clients.open_training(
                 session_id, number, base_model=base, rank=rank, user_metadata=request.user_metadata
