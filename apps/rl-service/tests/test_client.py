@@ -14,6 +14,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -29,7 +30,7 @@ from rl_metrics import DEFINITIONS  # noqa: E402
 from rl_metrics.cli import main as rl_metrics  # noqa: E402
 from rl_metrics.health import judge_run  # noqa: E402
 from rl_metrics.run_files import open_run  # noqa: E402
-from rl_rollout.engines import VLLMOptions  # noqa: E402
+from rl_rollout.engines import ReplicatedEngine, VLLMOptions  # noqa: E402
 from rl_service.checkpoints import Checkpoints  # noqa: E402
 from rl_service.main import running  # noqa: E402
 from rl_service.settings import (  # noqa: E402
@@ -558,6 +559,15 @@ def test_adapters_of_lower_rank_and_weights_without_their_optimizer(client):
     assert other.optim_step(types.AdamParams()).result().metrics["optim_step"] == 1.0
     with pytest.raises(tinker.RequestFailedError, match=r"lora_config.rank must be 1 to lora.max_rank = 4; found 32"):
         client.create_lora_training_client(base_model=NAME).result()
+
+
+def test_a_service_without_engines_is_not_healthy(server, monkeypatch):
+    health = f"{server.address}/api/v1/healthz"
+    assert httpx.get(health, timeout=60).json() == {"status": "ok"}
+    monkeypatch.setattr(ReplicatedEngine, "loads", lambda _: [SimpleNamespace(state="dead")])
+    refused = httpx.get(health, timeout=60)
+    assert refused.status_code == 503
+    assert "all engines died more often than engine.restarts" in refused.text
 
 
 def test_a_training_client_too_many_may_be_tried_again(server, client):

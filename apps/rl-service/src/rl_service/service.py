@@ -115,6 +115,11 @@ class TrainingService:
         await self._learner.close()
         self.clients.close()
 
+    @property
+    def has_engine(self) -> bool:
+        """False once every engine has died for the last time."""
+        return any(load.state != "dead" for load in self._engine.engine.loads())
+
     async def tick(self) -> None:
         """Drop what has expired. Call it about once a second."""
         self.futures.sweep()
