@@ -15,6 +15,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -25,11 +26,13 @@ tinker = pytest.importorskip("tinker", reason="the tinker client is not installe
 
 from tinker import types  # noqa: E402 - after importorskip
 
+from rl_core.errors import DiskError  # noqa: E402
 from rl_metrics import DEFINITIONS  # noqa: E402
 from rl_metrics.cli import main as rl_metrics  # noqa: E402
 from rl_metrics.health import judge_run  # noqa: E402
 from rl_metrics.run_files import open_run  # noqa: E402
-from rl_rollout.engines import VLLMOptions  # noqa: E402
+from rl_rollout.engines import ReplicatedEngine, VLLMOptions  # noqa: E402
+from rl_service.checkpoints import Checkpoints  # noqa: E402
 from rl_service.main import running  # noqa: E402
 from rl_service.settings import (  # noqa: E402
     AdapterSettings,
@@ -484,6 +487,26 @@ def test_a_client_without_a_sign_of_life_is_saved_and_unloaded(settings, tmp_pat
     server.close()
 
 
+def test_a_client_that_cannot_be_saved_is_unloaded_too(settings, tmp_path, monkeypatch):
+    def fails(*_):
+        raise DiskError("the file cannot be written.")
+
+    monkeypatch.setattr(Checkpoints, "save", fails)
+    own = {"server": replace(settings.server, folder=tmp_path), "limits": ClientLimits(lapse_s=1e-9)}
+    server = Server(settings.model_copy(update=own))
+    client = server.client()
+    trainer = client.create_lora_training_client(base_model=NAME, rank=4).result()
+    events = tmp_path / "clients" / trainer.model_id.replace(":", "_") / "events.jsonl"
+    deadline = time.monotonic() + 60
+    while "run_stopped" not in events.read_text():
+        assert time.monotonic() < deadline
+        trainer.holder.run_coroutine_threadsafe(asyncio.sleep(0.05)).result()
+    told = r"no sign of life .* could not be saved: the file cannot be written"
+    with pytest.raises(tinker.BadRequestError, match=told):
+        trainer.forward([datum()], "cross_entropy").result()
+    server.close()
+
+
 def test_samples_end_with_their_session_or_when_their_client_cancels_them(server):
     client = server.client()
     client.create_sampling_client(base_model=NAME).compute_logprobs(prompt()).result()
@@ -572,6 +595,29 @@ def test_adapters_of_lower_rank_and_weights_without_their_optimizer(server, clie
         client.create_lora_training_client(base_model=NAME).result()
     with pytest.raises(tinker.RequestFailedError, match="must have train_mlp or train_attn"):
         client.create_lora_training_client(base_model=NAME, rank=2, train_mlp=False, train_attn=False).result()
+
+
+def test_a_service_without_engines_is_not_healthy(server, monkeypatch):
+    health = f"{server.address}/api/v1/healthz"
+    assert httpx.get(health, timeout=60).json() == {"status": "ok"}
+    monkeypatch.setattr(ReplicatedEngine, "loads", lambda _: [SimpleNamespace(state="dead")])
+    refused = httpx.get(health, timeout=60)
+    assert refused.status_code == 503
+    assert "all engines died more often than engine.restarts" in refused.text
+
+
+def test_a_training_client_too_many_may_be_tried_again(server, client):
+    def created(number):
+        own = {"session_id": client.holder._session_id, "model_seq_id": number}
+        body = {**own, "base_model": NAME, "lora_config": {"rank": 4}}
+        headers = {"X-API-Key": client.holder._api_key}
+        return httpx.post(f"{server.address}/api/v1/create_model", json=body, headers=headers, timeout=60)
+
+    client.create_sampling_client(base_model=NAME).result()
+    answers = [created(number) for number in (-1, *range(17))]
+    assert [one.status_code for one in answers] == [400, *[200] * 16, 429]
+    assert "model_seq_id, from 0, are required" in answers[0].text
+    assert "limits.max_training_clients = 16 already. Finish a session" in answers[-1].text
 
 
 def test_a_wrong_key_and_a_wrong_model_are_refused_by_name(server, client):

@@ -1,5 +1,7 @@
 """Sessions and clients survive the server, and it says what was lost."""
 
+from pathlib import Path
+
 import pytest
 
 from rl_core.errors import DataError
@@ -40,6 +42,19 @@ def test_a_restart_drops_what_has_ended_from_the_journal(tmp_path):
     assert len((tmp_path / "clients.jsonl").read_text().splitlines()) == 1 + 2 + 2 + 50 + 1
     assert again.training.keys() == clients.training.keys()
     assert all(one.step == 49 for one in Clients(tmp_path).training.values())
+
+
+def test_steps_and_ends_count_also_while_the_disk_is_full(tmp_path):
+    clients = Clients(tmp_path)
+    session_id = clients.open_session(user_metadata=None, display_name=None).session_id
+    trains = clients.open_training(session_id, 0, base_model="m", rank=4, user_metadata=None)
+    with Path("/dev/full").open("ab", buffering=0) as clients._journal:
+        clients.stepped(trains, 7)
+        assert trains.step == 7
+        clients.end(trains.model_id, "its client finished it")
+        assert trains.lost == "its client finished it"
+        with pytest.raises(OSError, match="No space left"):
+            clients.open_session(user_metadata=None, display_name=None)
 
 
 def test_a_damaged_journal_is_refused(tmp_path):

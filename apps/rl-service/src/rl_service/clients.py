@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from rl_core.errors import DataError
 from rl_core.files import write_durably
 from rl_rollout.gateway import RefusedError
+
+log = structlog.get_logger(__name__)
 
 
 class Session(msgspec.Struct, kw_only=True, tag=True):
@@ -231,11 +234,17 @@ class Clients:
             client.lost = client.lost or f"{why} after its step {client.step}"
 
     def _note(self, entry: Entry) -> None:
-        with self._lock:
-            self._journal.write(msgspec.json.encode(entry) + b"\n")
-            self._journal.flush()
-            if not isinstance(entry, Progress):
-                os.fsync(self._journal.fileno())
+        """Write an entry. On a full disk, steps and ends still count, but a restarted server does not know them."""
+        try:
+            with self._lock:
+                self._journal.write(msgspec.json.encode(entry) + b"\n")
+                self._journal.flush()
+                if not isinstance(entry, Progress):
+                    os.fsync(self._journal.fileno())
+        except OSError as error:
+            if not isinstance(entry, Progress | Ended):
+                raise
+            log.warning("journal_not_written", error=str(error))
         self._apply(entry)
 
     def _restore(self, file: Path) -> None:

@@ -34,7 +34,7 @@ class ClientRecord:
         folder.mkdir(parents=True, exist_ok=True)
         write_durably(folder / "settings.toml", tomli_w.dumps(settings).encode())
         self._events = EventLog(folder / "events.jsonl")
-        self._trackers = Fanout({"jsonl": JsonlTracker(folder / "metrics.jsonl")})
+        self._trackers = Fanout({"jsonl": JsonlTracker(folder / "metrics.jsonl")}, kept=("jsonl",))
         self._lock, self._recorder = threading.Lock(), Recorder()
         self._step, self._loss, self._num_failed = step, 0.0, 0
         self._served_step: int | None = None

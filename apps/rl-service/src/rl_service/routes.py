@@ -205,6 +205,9 @@ class Routes:
         return JSONResponse({"status": "accepted"})
 
     async def _health(self, request: HttpRequest) -> Response:  # noqa: ARG002
+        if not self._service.has_engine:
+            told = "all engines died more often than engine.restarts, so nothing is sampled. Restart the service."
+            raise RefusedError(told, kind="api_error")
         return JSONResponse({"status": "ok"})
 
     async def _capabilities(self, request: HttpRequest) -> Response:  # noqa: ARG002

@@ -115,6 +115,11 @@ class TrainingService:
         await self._learner.close()
         self.clients.close()
 
+    @property
+    def has_engine(self) -> bool:
+        """False once every engine has died for the last time."""
+        return any(load.state != "dead" for load in self._engine.engine.loads())
+
     async def tick(self) -> None:
         """Drop what has expired. Call it about once a second."""
         self.futures.sweep()
@@ -148,14 +153,15 @@ class TrainingService:
     def create_model(self, request: CreateModel | LoadWeights) -> Body:
         """Create a training client; its result has the id."""
         session_id, number = request.session_id, request.model_seq_id
-        if session_id is None or number is None:
-            raise RefusedError("session_id and model_seq_id are required.", param="session_id")
+        if session_id is None or number is None or number < 0:
+            raise RefusedError("session_id and model_seq_id, from 0, are required.", param="session_id")
         self.clients.live_session(session_id)
         client = self.clients.training.get(training_id(session_id, number))
         if client is None:
             num_live = sum(one.lost is None for one in self.clients.training.values())
             if num_live >= self._limits.max_training_clients:
-                raise RefusedError(f"there are limits.max_training_clients = {num_live} already. Finish a session.")
+                told = f"there are limits.max_training_clients = {num_live} already. Finish a session."
+                raise RefusedError(told, kind="rate_limit_error")
             base, rank = request.base_model or "", self._settings.lora.max_rank
             client = self.clients.open_training(
                 session_id, number, base_model=base, rank=rank, user_metadata=request.user_metadata
@@ -330,7 +336,11 @@ class TrainingService:
         client.lost = f"its session has ended: {why}"
         unrun = self._turns.close(client.model_id)
         if event == STOPPED:
-            await self._learner.call(partial(self._training.save_state, client, "lapsed"))
+            try:
+                await self._learner.call(partial(self._training.save_state, client, "lapsed"))
+            except Exception as error:
+                self._faults.note("service_lapsed_client_not_saved", error)
+                client.lost += f". It could not be saved: {error}"
         self.clients.end(client.model_id, client.lost)
         await self._learner.call(partial(self._training.end, client, event))
         for work in unrun:

@@ -147,7 +147,8 @@ class EngineSettings:
         replicas: Number of engines; each has its own process.
         max_adapters: Number of sampler weights that can be sampled at once, besides the base. Each takes the memory of
             an adapter of lora.max_rank; requests for others wait.
-        restarts: How often an engine's process may die and start again. Its requests move to others or wait.
+        restarts: How often an engine's process may die and start again while the service runs. Its requests move to
+            others or wait.
         start_deadline_s: Maximum time in seconds to start it.
     """
 

@@ -95,18 +95,21 @@ class TrainingRequests:
     def _begin(self, client: TrainingClient, request: CreateModel | LoadWeights) -> Answer:
         try:
             answer = self._create(client, request)
+            self.records[client.model_id] = self._record_for(client)
         except BaseException as error:
             self._clients.end(client.model_id, f"it could not be created: {error}")
             self._learner.forget(client.model_id)
             self._adapters.pop(client.model_id, None)
             raise
+        return answer
+
+    def _record_for(self, client: TrainingClient) -> ClientRecord:
         entry, settings = client.entry, self._settings
         policy, lora = settings.policy, {"rank": entry.rank, "alpha": settings.lora.alpha}
         of_client = {"model_id": entry.model_id, "base_model": entry.base_model, "opened_at": entry.opened_at}
         shown = {"policy": {"path": str(policy.path)}, "lora": lora, "client": of_client, "health": {"off": UNJUDGED}}
         folder = settings.server.folder / "clients" / client.model_id.replace(":", "_")
-        self.records[client.model_id] = ClientRecord(folder, shown, step=client.step)
-        return answer
+        return ClientRecord(folder, shown, step=client.step)
 
     def end(self, client: TrainingClient, event: str) -> None:
         """Free a client's weights, and end its record with an event of a run."""
