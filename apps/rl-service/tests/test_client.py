@@ -501,7 +501,7 @@ def test_a_client_that_cannot_be_saved_is_unloaded_too(settings, tmp_path, monke
     while "run_stopped" not in events.read_text():
         assert time.monotonic() < deadline
         trainer.holder.run_coroutine_threadsafe(asyncio.sleep(0.05)).result()
-    told = r"no sign of life .* could not be saved: the file cannot be written"
+    told = r"no sign of life .* could not be saved: the file cannot be written\. It saved no state"
     with pytest.raises(tinker.BadRequestError, match=told):
         trainer.forward([datum()], "cross_entropy").result()
     server.close()

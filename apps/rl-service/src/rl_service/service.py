@@ -340,7 +340,7 @@ class TrainingService:
                 await self._learner.call(partial(self._training.save_state, client, "lapsed"))
             except Exception as error:
                 self._faults.note("service_lapsed_client_not_saved", error)
-                client.lost += f". It could not be saved: {error}"
+                client.lost += f". It could not be saved: {str(error).rstrip('.')}"
         self.clients.end(client.model_id, client.lost)
         await self._learner.call(partial(self._training.end, client, event))
         for work in unrun:
