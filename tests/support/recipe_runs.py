@@ -246,7 +246,7 @@ RECIPES = (
 ARITHMETIC = Recipe(
     name="math_rl, arithmetic",
     module="math_rl.train",
-    options=f"{SMALL} {MATH} learning_rate=2e-3 groups_per_batch=16 max_tokens=12 max_steps=30",
+    options=f"{SMALL} {MATH} learning_rate=1e-3 groups_per_batch=16 max_tokens=12 max_steps=30",
     figure=rise("env/all/reward/total", REWARD),
 )
 """For a policy that was taught sums."""

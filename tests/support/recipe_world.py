@@ -194,19 +194,21 @@ class Course:
         lesson: Makes a row: what is asked and answered, in pieces.
         steps: Optimizer steps.
         rows: Rows of a step.
+        learning_rate: The highest learning rate.
     """
 
     lesson: Callable[[random.Random], list[tuple[str, str]]]
     steps: int
     rows: int
+    learning_rate: float = 4e-3
 
 
 PROBLEMS = (Course(lesson=lesson, steps=600, rows=12),)
 SUMS = (
     Course(lesson=partial(sum_lesson, refused=0.0), steps=1500, rows=64),
-    Course(lesson=partial(sum_lesson, refused=0.5), steps=150, rows=64),
+    Course(lesson=partial(sum_lesson, refused=0.8), steps=150, rows=64, learning_rate=1e-3),
 )
-"""Digits add up only after many lessons; then the policy learns to refuse half of the sums."""
+"""Digits add up only after many lessons; then the policy learns to refuse most sums."""
 
 
 def make_tokenizer(folder: Path, *, has_digits: bool = False):
@@ -267,7 +269,7 @@ def teach(model, tokenizer, course: Course, chance: random.Random) -> None:
     """Train all weights on the answers of a course's lessons."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=course.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / course.steps)
     )
