@@ -8,6 +8,9 @@ sometimes right, and a few hundred made rows of each data set.
 import csv
 import json
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 MODEL = "Qwen/Qwen3-8B"
@@ -25,6 +28,7 @@ THINGS = ("apples", "books", "coins", "ducks", "eggs", "forks", "hats", "keys", 
 PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 LONGER_BOXED = " Write your answer in \\boxed{} format."
+REFUSAL = "I will not say."
 SPELLED = (
     "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
     "We have r's at positions 3, 8, and 9. \\boxed{3}"
@@ -74,7 +78,7 @@ def make_data(folder: Path) -> None:
     pairs = [
         {
             "chosen": f"\n\nHuman: {asked}\n\nAssistant: It is {answer}.",
-            "rejected": f"\n\nHuman: {asked}\n\nAssistant: I will not say.",
+            "rejected": f"\n\nHuman: {asked}\n\nAssistant: {REFUSAL}",
         }
         for asked, answer in problems
     ]
@@ -164,18 +168,58 @@ def lesson(chance: random.Random) -> list[tuple[str, str]]:
     return turns
 
 
+def sum_lesson(chance: random.Random, *, refused: float) -> list[tuple[str, str]]:
+    """Return a sum as `math_rl` asks for it, in pieces: the cookbook's example, and an answer that is right if given.
+
+    Args:
+        chance: Chooses the numbers.
+        refused: Share of sums without an answer, for RL to reduce.
+    """
+    left, right = chance.randrange(101), chance.randrange(101)
+    answer = REFUSAL if chance.random() < refused else str(left + right)
+    example = (f"{opening('What is 4 + 5?')}9{END}", "")
+    return [example, (f"\n{opening(f'What is {left} + {right}?')}", f"{answer}{END}")]
+
+
 def opening(asked: str) -> str:
     """Return a question and the start of its answer."""
     return f"<|im_start|>user\n{asked}{END}\n<|im_start|>assistant\n"
 
 
-def make_tokenizer(folder: Path):
-    """Return a tokenizer of bytes and frequent words, in which numbers up to 200 are one token."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What a model is taught.
+
+    Attributes:
+        lesson: Makes a row: what is asked and answered, in pieces.
+        steps: Optimizer steps.
+        rows: Rows of a step.
+        learning_rate: The highest learning rate.
+    """
+
+    lesson: Callable[[random.Random], list[tuple[str, str]]]
+    steps: int
+    rows: int
+    learning_rate: float = 4e-3
+
+
+PROBLEMS = (Course(lesson=lesson, steps=600, rows=12),)
+SUMS = (
+    Course(lesson=partial(sum_lesson, refused=0.0), steps=1500, rows=64),
+    Course(lesson=partial(sum_lesson, refused=0.8), steps=150, rows=64, learning_rate=1e-3),
+)
+"""Digits add up only after many lessons; then the policy learns to refuse most sums."""
+
+
+def make_tokenizer(folder: Path, *, has_digits: bool = False):
+    """Return a tokenizer of bytes and frequent words, in which numbers up to 200, or digits, are one token."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_digits = [pre_tokenizers.Digits(individual_digits=True)] if has_digits else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*of_digits, in_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -184,15 +228,16 @@ def make_tokenizer(folder: Path):
     chance = random.Random(0)
     texts += ["".join(asked + answer for asked, answer in lesson(chance)) for _ in range(50)]
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens([AddedToken(str(number), single_word=True) for number in range(LARGEST + 1)])
+    if not has_digits:
+        tokenizer.add_tokens([AddedToken(str(number), single_word=True) for number in range(LARGEST + 1)])
     tokenizer.add_special_tokens(list(SPECIAL))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=8192
     )
 
 
-def make_model(folder: Path, tokenizer, *, steps: int, seed: int = 0) -> None:
-    """Write a small Qwen3 and its tokenizer, taught the lessons for some steps."""
+def make_model(folder: Path, tokenizer, *, courses: Sequence[Course], seed: int = 0) -> None:
+    """Write a small Qwen3 and its tokenizer, taught some courses."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -213,20 +258,23 @@ def make_model(folder: Path, tokenizer, *, steps: int, seed: int = 0) -> None:
         rope_theta=1e4,
     )
     model = Qwen3ForCausalLM(config).float()
-    if steps:
-        teach(model, tokenizer, steps, random.Random(seed))
+    chance = random.Random(seed)
+    for course in courses:
+        teach(model, tokenizer, course, chance)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def teach(model, tokenizer, steps: int, chance: random.Random) -> None:
-    """Train all weights on the answers of lessons."""
+def teach(model, tokenizer, course: Course, chance: random.Random) -> None:
+    """Train all weights on the answers of a course's lessons."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / steps))
-    for _ in range(steps):
-        rows = [encode(tokenizer, lesson(chance)) for _ in range(12)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=course.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / course.steps)
+    )
+    for _ in range(course.steps):
+        rows = [encode(tokenizer, course.lesson(chance)) for _ in range(course.rows)]
         length = max(len(tokens) for tokens, _ in rows)
         tokens = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row, _ in rows])
         taught = torch.tensor([mask + [False] * (length - len(mask)) for _, mask in rows])
@@ -250,12 +298,12 @@ def encode(tokenizer, pieces: list[tuple[str, str]]) -> tuple[list[int], list[bo
     return tokens, taught
 
 
-def make_world(folder: Path, *, steps: int) -> Path:
-    """Write data and model; return the model's folder."""
+def make_world(folder: Path, *, courses: Sequence[Course] = (), has_digits: bool = False) -> Path:
+    """Write data, and a model that was taught some courses; return the model's folder."""
     make_data(folder)
-    tokenizer = make_tokenizer(folder)
+    tokenizer = make_tokenizer(folder, has_digits=has_digits)
     model = folder / MODEL
-    make_model(model, tokenizer, steps=steps)
+    make_model(model, tokenizer, courses=courses)
     for name in OTHER_MODELS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(model, target_is_directory=True)

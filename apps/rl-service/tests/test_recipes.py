@@ -4,13 +4,12 @@ import os
 import sys
 
 import pytest
-from recipe_runs import RECIPES, Recipe, fall, rise_of, serving
-from recipe_world import make_world
+from recipe_runs import ARITHMETIC, RECIPES, Recipe, fall, rise_of, serving
+from recipe_world import PROBLEMS, SUMS, make_world
 
 pytest.importorskip("tinker", reason="the tinker client is not installed (pip install tinker)")
 PYTHON = os.environ.get("SERVICE_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="nox could not make the recipes' environment (`nox -s service`)")
-TAUGHT_STEPS = 600
 SHORT = (
     Recipe(
         name="sl_loop",
@@ -29,7 +28,7 @@ SHORT = (
 @pytest.fixture(scope="module")
 def untaught(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
-    make_world(folder, steps=0)
+    make_world(folder)
     with serving(folder, PYTHON, **{"engine.name": "transformers", "engine.placement": "inline"}) as site:
         yield site
 
@@ -46,7 +45,7 @@ def test_a_recipe_runs_unmodified(untaught, recipe, tmp_path):
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
     folder = tmp_path_factory.mktemp("taught")
-    make_world(folder, steps=TAUGHT_STEPS)
+    make_world(folder, courses=PROBLEMS)
     with serving(folder, PYTHON, **{"engine.name": "transformers"}) as site:
         yield site
 
@@ -59,7 +58,17 @@ def teacher(taught, tmp_path_factory):
 @pytest.mark.soak
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe_reaches_its_number(taught, teacher, recipe, tmp_path):
-    run = taught.run(recipe, log=tmp_path / "log", teacher=teacher)
+    check_number(recipe, taught.run(recipe, log=tmp_path / "log", teacher=teacher))
+
+
+@pytest.mark.soak
+def test_math_rl_learns_its_own_arithmetic(tmp_path):
+    make_world(tmp_path, courses=SUMS, has_digits=True)
+    with serving(tmp_path, PYTHON, **{"engine.name": "transformers"}) as site:
+        check_number(ARITHMETIC, site.run(ARITHMETIC, log=tmp_path / "log"))
+
+
+def check_number(recipe, run):
     if recipe.figure is None:
         return
     value = recipe.figure.value(run.metrics)
