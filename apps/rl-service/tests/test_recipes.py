@@ -77,5 +77,5 @@ def check_number(recipe, run):
     assert recipe.figure.is_reached(value)
 
 
-def test_a_rise_is_between_the_first_and_last_fifth():
+def test_a_rise_is_from_the_first_tenth_to_the_last_fifth():
     assert rise_of([0.0, 0.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 1.0, 3.0]) == 2.0
