@@ -78,6 +78,16 @@ def rise(metric: str, least: float = 0.0) -> Figure:
     )
 
 
+def lowest(metric: str, most: float) -> Figure:
+    """Return the lowest value of a metric as a share of the first."""
+    return Figure(
+        name=f"lowest {metric}, of the first",
+        value=lambda found: min(found[metric]) / found[metric][0],
+        is_reached=lambda it: it <= most,
+        wanted=f"≤ {most:g}",
+    )
+
+
 def rise_of(values: list[float]) -> float:
     """Return the mean of the last fifth of values, less that of the first tenth: policies learn in a few steps."""
     first, last = max(1, len(values) // 10), max(1, len(values) // 5)
@@ -182,13 +192,13 @@ RECIPES = (
         name="sdft",
         module="sdft.train",
         options=f"{SMALL} {SDFT}",
-        figure=fall("grad_norm"),
+        figure=lowest("grad_norm", 0.5),
     ),
     Recipe(
         name="sdft, reverse",
         module="sdft.train",
         options=f"{SMALL} {SDFT} reverse=true",
-        figure=fall("sdft/reverse_kl_mean"),
+        figure=lowest("sdft/reverse_kl_mean", 0.5),
     ),
     Recipe(
         name="sdft, sampled",
