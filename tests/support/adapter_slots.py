@@ -258,3 +258,27 @@ async def check_requests_without_a_name_continue_with_the_base(clients: Clients)
             here = sample.policy_versions == version
             expected = token_logprobs(row, sequence)[len(prompt) - 1 :]
             np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=1e-4)
+
+
+class SlotConformance:
+    """Checks of every engine with two slots. Subclasses run them on the fixture `clients`."""
+
+    def test_nothing_of_a_replaced_adapter_is_used(self, clients: Clients) -> None:
+        """See `check_nothing_of_a_replaced_adapter_is_used`."""
+        asyncio.run(check_nothing_of_a_replaced_adapter_is_used(clients))
+
+    def test_interleaved_requests_equal_each_alone(self, clients: Clients) -> None:
+        """See `check_interleaved_requests_equal_each_alone`."""
+        asyncio.run(check_interleaved_requests_equal_each_alone(clients))
+
+    def test_an_update_of_one_leaves_the_others_running(self, clients: Clients) -> None:
+        """See `check_an_update_of_one_leaves_the_others_running`."""
+        asyncio.run(check_an_update_of_one_leaves_the_others_running(clients))
+
+    def test_requests_without_a_name_continue_with_the_base(self, clients: Clients) -> None:
+        """See `check_requests_without_a_name_continue_with_the_base`."""
+        asyncio.run(check_requests_without_a_name_continue_with_the_base(clients))
+
+    def test_slots_are_limited_and_freed(self, clients: Clients) -> None:
+        """See `check_slots_are_limited_and_freed`."""
+        asyncio.run(check_slots_are_limited_and_freed(clients))

@@ -11,12 +11,8 @@ import torch
 from adapter_slots import (
     RANK,
     Clients,
+    SlotConformance,
     check_a_failed_slot_leaves_the_others,
-    check_an_update_of_one_leaves_the_others_running,
-    check_interleaved_requests_equal_each_alone,
-    check_nothing_of_a_replaced_adapter_is_used,
-    check_requests_without_a_name_continue_with_the_base,
-    check_slots_are_limited_and_freed,
 )
 from vllm_adapter_faults import manager_of
 
@@ -50,32 +46,16 @@ def clients(engine: VLLMEngine, tied_model_dir: Path, tmp_path: Path) -> Iterato
     asyncio.run(clients.drop_all())
 
 
+class TestTwoSlots(SlotConformance):
+    """With as many adapters as slots."""
+
+
 class TestVLLMSlots(AdapterConformance):
     """With slots to spare."""
 
     @pytest.fixture
     def model_dir(self, tied_model_dir: Path) -> Path:
         return tied_model_dir
-
-
-def test_nothing_of_a_replaced_adapter_is_used(clients: Clients) -> None:
-    asyncio.run(check_nothing_of_a_replaced_adapter_is_used(clients))
-
-
-def test_interleaved_requests_equal_each_alone(clients: Clients) -> None:
-    asyncio.run(check_interleaved_requests_equal_each_alone(clients))
-
-
-def test_an_update_of_one_leaves_the_others_running(clients: Clients) -> None:
-    asyncio.run(check_an_update_of_one_leaves_the_others_running(clients))
-
-
-def test_requests_without_a_name_continue_with_the_base(clients: Clients) -> None:
-    asyncio.run(check_requests_without_a_name_continue_with_the_base(clients))
-
-
-def test_slots_are_limited_and_freed(clients: Clients) -> None:
-    asyncio.run(check_slots_are_limited_and_freed(clients))
 
 
 def test_a_failed_slot_leaves_the_others(clients: Clients, engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,14 +239,14 @@ class TrainingRequests:
 
     def _save_for_sampler(self, client: TrainingClient, request: SaveWeightsForSampler) -> Answer:
         entry, number = client.entry, request.sampling_session_seq_id
+        if (request.path is None) == (number is None):
+            raise RefusedError("either path or sampling_session_seq_id is required.", param="path")
         path = weights_path(client.model_id, "sampler_weights", request.path or f"snapshot-{request.seq_id}")
         self._checkpoints.check_free(path, overwrite=False)
         self._keep(client, path, request, partial(self._learner.save_sampler, client.model_id))
         self.records[client.model_id].served()
-        if request.path is not None:
-            return Answer.of(path=path, type="save_weights_for_sampler")
         if number is None:
-            raise RefusedError("path or sampling_session_seq_id is required.", param="path")
+            return Answer.of(path=path, type="save_weights_for_sampler")
         is_inflight = request.kind == "inflight"
         if is_inflight:
             self.inflight[client.model_id] = path
