@@ -1,7 +1,6 @@
 """What the requests of training clients do. All of it runs on the learner's thread."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -214,7 +213,7 @@ class TrainingRequests:
         path = weights_path(client.model_id, "weights", request.path or f"step-{client.step}")
         self._checkpoints.check_free(path, overwrite=request.overwrite)
         learner = self._learner.of(client.model_id)
-        self._keep(client, path, request, lambda folder: learner.save(folder).wait())
+        self._checkpoints.save(self._record(client, path, request), lambda folder: learner.save(folder).wait())
         return Answer.of(path=path, type="save_weights")
 
     def _save_external(self, client: TrainingClient, request: SaveWeightsExternal) -> Answer:
@@ -228,14 +227,8 @@ class TrainingRequests:
             if recipients:
                 encrypt_files([file for file in folder.glob("*/*") if file.is_file()], recipients)
 
-        saved = self._keep(client, path, request, write)
-        return Answer.of(path=path, size_bytes=saved.size_bytes, type="save_weights_external")
-
-    def _keep(self, client: TrainingClient, path: str, request: Save, write: Callable[[Path], None]) -> Saved:
-        """Write weights, and remove those that have expired or were replaced."""
         saved = self._checkpoints.save(self._record(client, path, request), write)
-        self._checkpoints.sweep(kept_snapshots=self._settings.limits.kept_snapshots)
-        return saved
+        return Answer.of(path=path, size_bytes=saved.size_bytes, type="save_weights_external")
 
     def _save_for_sampler(self, client: TrainingClient, request: SaveWeightsForSampler) -> Answer:
         entry, number = client.entry, request.sampling_session_seq_id
@@ -243,7 +236,9 @@ class TrainingRequests:
             raise RefusedError("either path or sampling_session_seq_id is required.", param="path")
         path = weights_path(client.model_id, "sampler_weights", request.path or f"snapshot-{request.seq_id}")
         self._checkpoints.check_free(path, overwrite=False)
-        self._keep(client, path, request, partial(self._learner.save_sampler, client.model_id))
+        self._checkpoints.save(
+            self._record(client, path, request), partial(self._learner.save_sampler, client.model_id)
+        )
         self.records[client.model_id].served()
         if number is None:
             return Answer.of(path=path, type="save_weights_for_sampler")
