@@ -1,8 +1,8 @@
 """Reports what the tests of a pytest run took and recorded to nox. The root conftest.py loads this plugin.
 
 Each run appends one JSON line for each test to the file named by `RL_TEST_TIMES`: the test's name and its seconds,
-fixtures included. It writes the names of all metrics of the runs in its temporary folders to the file named by
-`RL_TEST_METRICS`, which tests/test_recorded_metrics.py reads.
+fixtures included. It writes the names of all metrics of the runs, and of the service's clients, in its temporary
+folders to the file named by `RL_TEST_METRICS`, which tests/test_recorded_metrics.py reads.
 """
 
 import json
@@ -43,7 +43,7 @@ class RecordedMetrics:
         """Write one name a line; nothing if no test trained."""
         tests = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         files = [file for name in ("metrics", "histograms") for file in tests.rglob(f"{name}.jsonl")]
-        runs = [file for file in files if (file.parent / "checkpoints").is_dir()]
+        runs = [one for one in files if (one.parent / "checkpoints").is_dir() or one.parent.parent.name == "clients"]
         rows = [json.loads(line) for file in runs for line in file.read_text().splitlines() if line.endswith("}")]
         if names := sorted({name for row in rows for name in (*row, *row.get("histograms", ()))}):
             self._file.write_text("\n".join(names))
