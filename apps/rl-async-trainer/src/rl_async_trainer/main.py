@@ -21,7 +21,7 @@ TRAIN = """\
   train SETTINGS.toml [--resume] [--dry-run] [--best] [--replay RUN] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
       --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one.
-      --best starts from the best checkpoint of the run in policy.path."""
+      policy.path may be a run, whose newest checkpoint is used; --best uses its best one."""
 OTHERS = """\
   status RUN
       Show what a live run is doing: its roles, groups in flight and ready, and policy versions.
@@ -92,7 +92,9 @@ def _trainer(settings: "AsyncSettings", *, replayed: Path | None) -> dict[str, A
     ) -> int:
         with console.phase("loading the controller", is_brief=True):
             from rl_async_trainer.training_run import AsyncTrainingRun
+            from rl_trainer_parts.rollouts.inputs import with_kept_images
 
+        inputs = with_kept_images(settings, inputs)
         return await AsyncTrainingRun(settings, inputs, folder, console, replayed=replayed).run()
 
     own = {"describe": describe_async_plan, "launch": launch}

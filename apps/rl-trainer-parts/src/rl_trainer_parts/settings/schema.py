@@ -461,12 +461,14 @@ class Settings(BaseModel):
         command: The command that they are settings of.
         notes: What its help says about all of them.
         also_changeable_on_resume: Further settings that may differ when a run is resumed.
+        left_out: Settings that the command does not have; "reward." stands for all of a section.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     command: ClassVar[str] = "train"
     notes: ClassVar[str] = ORIGINS
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = ()
+    left_out: ClassVar[tuple[str, ...]] = ()
 
     run: RunSettings = Field(default_factory=RunSettings)
     policy: PolicySettings
