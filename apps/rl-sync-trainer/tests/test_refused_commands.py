@@ -13,7 +13,7 @@ from train_process import drive
 from rl_sync_trainer.main import main
 from rl_trainer_parts.run.folder import FORMAT, RunFolder
 
-KNOWN = "known: new, check-machine, check-model, train, validate, export."
+KNOWN = "known: new, check-machine, check-model, train, validate, sft, export."
 
 
 @pytest.fixture

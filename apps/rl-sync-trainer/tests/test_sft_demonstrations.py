@@ -142,14 +142,22 @@ def test_rows_that_are_too_long_are_refused_or_left_out(policy: Path, tmp_path: 
     [
         (None, [], "has no rows"),
         ({"messages": [{"role": "user", "content": "1"}]}, [], "no message has the role assistant"),
-        ({"messages": "1"}, [], "expected messages with role and content, found '1'"),
+        (
+            {"messages": "1"},
+            [],
+            r"expected messages in the columns \['messages'\] .* found {'messages': '1'}",
+        ),
         ({"messages": [{"content": "1"}]}, [], "expected messages with role and content"),
         ({"messages": said("1", "2") + said("1", "2")[1:]}, [], "message 3 is the assistant's; expected another role"),
         ({"messages": said("1", "2")[1:]}, [], "message 1 is the assistant's; expected another role"),
-        ({"text": "1"}, [], r"expected text in the columns \['messages'\] \(sft\.columns\); found \['text'\]"),
+        ({"text": "1"}, [], r"expected messages in the columns \['messages'\] \(sft\.columns\); found {'text': '1'}"),
         ({"prompt": "1"}, COLUMNS, r"expected text in the columns \['prompt', 'answer'\]"),
         ({"prompt": "1", "answer": ""}, COLUMNS, r"expected text in the columns \['prompt', 'answer'\]"),
-        ({"prompt": "1", "answer": [2]}, COLUMNS, "column 'answer': expected text, found"),
+        (
+            {"prompt": "1", "answer": [2]},
+            COLUMNS,
+            r"expected text in the columns .* found {'prompt': '1', 'answer': \[2\]}",
+        ),
     ],
 )
 def test_rows_that_cannot_be_trained_are_refused(

@@ -92,9 +92,7 @@ def _trainer(settings: "AsyncSettings", *, replayed: Path | None) -> dict[str, A
     ) -> int:
         with console.phase("loading the controller", is_brief=True):
             from rl_async_trainer.training_run import AsyncTrainingRun
-            from rl_trainer_parts.rollouts.inputs import with_kept_images
 
-        inputs = with_kept_images(settings, inputs)
         return await AsyncTrainingRun(settings, inputs, folder, console, replayed=replayed).run()
 
     own = {"describe": describe_async_plan, "launch": launch}

@@ -43,9 +43,8 @@ def _trainer(_: "Settings") -> dict[str, Any]:
     async def launch(settings: "Settings", inputs: "Inputs", folder: "RunFolder", console: "ConsoleTracker") -> int:
         with console.phase("loading engine and learner libraries", is_brief=True):
             from rl_sync_trainer.training_run import TrainingRun
-            from rl_trainer_parts.rollouts.inputs import with_kept_images
 
-        return await TrainingRun(settings, with_kept_images(settings, inputs), folder, console).run()
+        return await TrainingRun(settings, inputs, folder, console).run()
 
     return {"describe": describe_plan, "launch": launch}
 
@@ -60,9 +59,11 @@ def sft(words: list[str]) -> int:
 
 
 def _sft_trainer(_: Any) -> dict[str, Any]:
-    from rl_sync_trainer.sft.training_run import SftRun, check_sft, describe_sft
+    from rl_sync_trainer.sft.demonstrations import check_sft
+    from rl_sync_trainer.sft.training_run import SftRun
 
-    return {"check": check_sft, "describe": describe_sft, "launch": lambda *parts: SftRun(*parts).run()}
+    describe = lambda _settings, _inputs, lines: "\n".join(lines)
+    return {"check": check_sft, "describe": describe, "launch": lambda *parts: SftRun(*parts).run()}
 
 
 if __name__ == "__main__":

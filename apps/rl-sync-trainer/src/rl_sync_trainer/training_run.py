@@ -1,8 +1,8 @@
 """One launch of a run: start the parts, train, and leave a folder that can be resumed."""
 
-from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
 
 
-class LearnerRun(ABC):
+class LearnerRun:
     """One launch of a run that trains a policy, in a folder that this process has locked."""
 
     def __init__(self, settings: Settings, inputs: Any, folder: RunFolder, console: ConsoleTracker) -> None:
@@ -42,14 +42,6 @@ class LearnerRun(ABC):
         self._console = console
         self._state = TrainerState()
         self._lifecycle = RunLifecycle(settings, folder, console, inputs.tokenizer)
-
-    async def run(self) -> int:
-        """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
-        return await self._lifecycle.launch(self._train, lambda: self._state)
-
-    @abstractmethod
-    async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
-        """Train; the stack closes what it opens."""
 
     def _start_learners(self, stack: AsyncExitStack, checkpoint: Path | None) -> Learners:
         settings, console = self._settings, self._console
@@ -66,12 +58,8 @@ class LearnerRun(ABC):
     def _save(self, state: TrainerState, learners: Learners) -> None:
         in_background = self._settings.trainer.background_checkpoints
         content = asdict(replace(state, wall_s=self._lifecycle.wall_s))
-        self._lifecycle.store.begin(
-            state.step,
-            content,
-            lambda folder: learners.save(folder, in_background=in_background),
-            also_keep=self._lifecycle.goal.kept,
-        )
+        write = partial(learners.save, in_background=in_background)
+        self._lifecycle.store.begin(state.step, content, write, also_keep=self._lifecycle.goal.kept)
         if not in_background:
             self._lifecycle.store.wait()
 
@@ -88,6 +76,10 @@ class TrainingRun(LearnerRun):
     """One launch of a run with rollouts."""
 
     _inputs: Inputs
+
+    async def run(self) -> int:
+        """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
+        return await self._lifecycle.launch(self._train, lambda: self._state)
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
         settings, console = self._settings, self._console

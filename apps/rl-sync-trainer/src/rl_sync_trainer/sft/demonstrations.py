@@ -1,10 +1,10 @@
 """Demonstrations as token sequences: conversations in the policy's chat template, or prompts with answers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from rl_core.files import preview
 from rl_rollout.engines import end_token_ids
 from rl_rollout.prompts import PromptTokenizer, open_rows
 from rl_sync_trainer.sft.settings import SftSettings
+from rl_trainer_parts.checks.all_checks import check_settings
+from rl_trainer_parts.commands.train import Checked
+from rl_trainer_parts.rollouts.inputs import check_vocabulary, read_tokenizer
 
 CHUNK_ROWS = 1024
 """Sequences encoded at once."""
@@ -23,6 +26,40 @@ INSTEAD = 'Use another template, or the columns of prompts and answers, such as 
 
 Texts = list[tuple[str, bool]]
 """The texts of a sequence, each with whether it is trained; each is encoded alone, as a response to its prompt is."""
+
+
+class SftInputs(NamedTuple):
+    """Inputs of supervised training, checked.
+
+    Attributes:
+        tokenizer: The policy's tokenizer.
+        train: Demonstrations to train on; see `read_demonstrations`.
+        validation: Demonstrations whose loss is measured, if any.
+        num_images: Demonstrations have none.
+    """
+
+    tokenizer: PromptTokenizer
+    train: Batch
+    validation: Batch | None
+    num_images: int = 0
+
+
+def check_sft(settings: SftSettings, problems: Iterable[str]) -> Checked[SftSettings]:
+    """Check supervised training, given problems that are known already, and read its demonstrations.
+
+    Raises:
+        SettingsError: A setting is impossible.
+        DataError: A user's file cannot be used.
+    """
+    check_settings(settings, problems)
+    tokenizer, held_out = read_tokenizer(settings), settings.prompts.validation
+    check_vocabulary(settings, tokenizer)
+    train = read_demonstrations(settings.prompts.train, tokenizer, settings)
+    validation = None if held_out is None else read_demonstrations(held_out, tokenizer, settings)
+    settings, mask, size = settings.resolved(len(train)), train.ragged("loss_mask"), settings.sft.batch_size
+    rows = f"{len(mask)} demonstrations of at most {mask.lengths.max()} tokens, {mask.values.mean():.0%} trained"
+    steps = f"{settings.trainer.steps} steps of {size}, {settings.trainer.steps / -(-len(mask) // size):.2f} epochs"
+    return settings, SftInputs(tokenizer, train, validation), (f"policy {settings.policy.path}", rows, steps), ()
 
 
 def read_demonstrations(path: Path, tokenizer: PromptTokenizer, settings: SftSettings) -> Batch:
@@ -56,16 +93,16 @@ def _sequences(
 ) -> Iterator[tuple[str, Texts]]:
     """Yield the texts of each of a row's sequences, after `where`; a conversation may need several."""
     row, columns = encodable_json(row), settings.sft.columns
-    if not all(row.get(name) for name in columns):
-        raise DataError(f"{where}: expected text in the columns {[*columns]} (sft.columns); found {sorted(row)}.")
+    if not all(row.get(name) for name in columns) or not isinstance(row[columns[-1]], str if columns[1:] else list):
+        kind = "text" if columns[1:] else "messages"
+        found = preview(row, most=200)
+        raise DataError(f"{where}: expected {kind} in the columns {[*columns]} (sft.columns); found {found}.")
     render = partial(tokenizer.render, where=where, tools=row.get("tools") or ())
     first, *rest = (row[name] for name in columns)
     if not rest:
         yield from ((where, texts) for texts in _conversation(_messages(first, where), render, where))
         return
     (answer,), end = rest, tokenizer.wrapped.eos_token or ""
-    if not isinstance(answer, str):
-        raise DataError(f"{where}, column {columns[-1]!r}: expected text, found {preview(answer, most=60)}.")
     if isinstance(first, str) and settings.prompts.plain_prompts == "raw":
         prompt = begin + first
     else:

@@ -37,20 +37,13 @@ class SftSettings(Settings):
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = ("sft.epochs",)
     left_out: ClassVar[tuple[str, ...]] = (
         *("reward.", "rollout.", "algorithm.", "vllm.", "critic.", "correction.", "distillation.", "dynamic_sampling."),
-        *(
-            "rollout_cache.",
-            "replicas.",
-            "weights.",
-            "lora.serving",
-            "optimizer.image_folder",
-            "optimizer.trains_vision",
-        ),
-        *("prompts.test", "prompts.requires_ground_truth", "prompts.max_images", "prompts.image_folders"),
-        *("prompts.image_urls", "prompts.validation_samples", "prompts.validation_temperature", "trainer.minibatches"),
-        *("trainer.epochs", "trainer.offload_learner", "trainer.canary_prompts", "trainer.proof_tolerance"),
-        *("metrics.strict", "metrics.log_val_generations", "metrics.log_rollouts", "metrics.log_rollout_tokens"),
-        *("metrics.probes", "metrics.probe_tokens", "metrics.replay_rows", "metrics.details_every"),
-        *("metrics.trace_memory", "metrics.peak_tflops"),
+        *("rollout_cache.", "replicas.", "weights.", "lora.serving", "prompts.test", "prompts.requires_ground_truth"),
+        *("prompts.max_images", "prompts.image_folders", "prompts.image_urls", "prompts.validation_samples"),
+        *("prompts.validation_temperature", "trainer.minibatches", "trainer.epochs", "trainer.offload_learner"),
+        *("trainer.canary_prompts", "trainer.proof_tolerance", "metrics.strict", "metrics.log_val_generations"),
+        *("metrics.log_rollouts", "metrics.log_rollout_tokens", "metrics.probes", "metrics.probe_tokens"),
+        *("metrics.replay_rows", "metrics.details_every", "metrics.trace_memory", "metrics.peak_tflops"),
+        *("optimizer.image_folder", "optimizer.trains_vision"),
     )
 
     sft: SftOptions = Field(default_factory=SftOptions)
@@ -63,7 +56,7 @@ class SftSettings(Settings):
         """
         trainer, epochs, target = self.trainer, self.sft.epochs, self.trainer.target
         if epochs is not None:
-            steps = epochs * self.steps_per_epoch(num_sequences)
+            steps = epochs * -(-num_sequences // self.sft.batch_size)
             if trainer.steps not in (steps, TrainerSettings().steps):
                 raise SettingsError(f"sft.epochs = {epochs} is {steps} steps; found trainer.steps = {trainer.steps}.")
             trainer = replace(trainer, steps=steps)
@@ -72,7 +65,3 @@ class SftSettings(Settings):
         if self.prompts.validation is not None:
             trainer = replace(trainer, target=replace(target, metric=VALIDATION_LOSS, lower_is_better=True))
         return self.model_copy(update={"trainer": trainer})
-
-    def steps_per_epoch(self, num_sequences: int) -> int:
-        """Optimizer steps of a pass over that many token sequences."""
-        return -(-num_sequences // self.sft.batch_size)

@@ -99,7 +99,7 @@ def train_checked(
         say(describe(settings, inputs, lines))
         return 0
     with open_run(settings, resume=resume, say=console.say) as folder:
-        return asyncio.run(launch(settings, inputs, folder, console))
+        return asyncio.run(launch(settings, with_kept_images(settings, inputs), folder, console))
 
 
 def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]:
