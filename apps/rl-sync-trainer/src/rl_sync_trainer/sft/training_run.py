@@ -33,7 +33,7 @@ class SftRun(LearnerRun):
 
     async def _train(self, stack: AsyncExitStack, stop: StopSignal) -> None:
         lifecycle, settings, train = self._lifecycle, self._settings.trainer, self._inputs.train
-        mark = {"fingerprint": [crc32(train.ragged(name).values) for name in ("input_ids", "loss_mask")]}
+        mark = {"fingerprint": [crc32(train.ragged(one).values.tobytes()) for one in ("input_ids", "loss_mask")]}
         self._state = TrainerState(prompt_source=mark)
         if (checkpoint := lifecycle.find_checkpoint()) is not None:
             self._state = read_run_state(checkpoint, TrainerState)
