@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "banded": {**RECOMPUTED, "correction__weights": "token", "correction__floor": 0.5},
     "rejection": {**RECOMPUTED, "correction__reject": "{token_k1 = 2.0, seq_mean_k3 = 0.1}"},
     "minibatches": {"trainer__minibatches": 2},
-    "no-dual-clip": {"algorithm__policy_loss_options": "{dual_clip = inf}"},
+    "no-dual-clip": {"algorithm__dual_clip": math.inf},
     "ppo": {"algorithm__advantage": "gae", "trainer__minibatches": 2, "trainer__epochs": 2},
     "offload": {"trainer__offload_learner": True, "algorithm__advantage": "gae", "algorithm__kl_coefficient": 0.1},
     "refill": {"dynamic_sampling__filter": "reward_spread", "dynamic_sampling__max_rounds": 2},
@@ -157,7 +157,7 @@ def test_components_of_the_rewards_parts_reach_gdpo_and_acc_stays_the_main_metri
         reward__function="",
         reward__parts=f"[{{function='{reward}:reward', name='task'}}, {{function='{reward}:penalty'}}]",
         algorithm__advantage="gdpo",
-        algorithm__advantage_options="{weights = {acc = 1.0, 'task/length' = 2.0}}",
+        algorithm__weights="{acc = 1.0, 'task/length' = 2.0}",
     )
     assert first["critic/advantages/max"] > 0 > first["critic/advantages/min"]
     assert first["reward/task/length/mean"] > 0 > first["reward/penalty/mean"]
@@ -169,9 +169,7 @@ def test_components_of_the_rewards_parts_reach_gdpo_and_acc_stays_the_main_metri
 
 
 def test_a_component_that_the_reward_does_not_give_is_named(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
-    status = train_here(
-        run, algorithm__advantage="gdpo", algorithm__advantage_options="{weights = {style = 1.0}}", trainer__steps=1
-    )
+    status = train_here(run, algorithm__advantage="gdpo", algorithm__weights="{style = 1.0}", trainer__steps=1)
     assert status == 2
     assert "names the component 'style', but the reward function returned" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from rl_core.registry import nearest_name
+from rl_distill import ALGORITHMS
 from rl_distill.objectives import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -19,6 +20,7 @@ from rl_trainer_parts.learning.objective import (
     learns_from_rewards,
     make_policy_objective,
 )
+from rl_trainer_parts.settings.algorithm_choice import options_of
 from rl_trainer_parts.settings.fields import problems_of
 from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings
@@ -38,6 +40,7 @@ def algorithm_names(settings: Settings) -> list[Named]:
     algorithm = settings.algorithm
     advantages = [name for name in ADVANTAGES.names() if name != NEEDS_GREEDY or name == algorithm.advantage]
     return [
+        *([("algorithm.name", algorithm.name, ALGORITHMS.names())] if algorithm.name is not None else []),
         ("algorithm.advantage", algorithm.advantage, advantages),
         ("algorithm.session_rule", algorithm.session_rule, SESSION_RULES.names()),
         ("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES.names()),
@@ -76,12 +79,12 @@ def _advantage(settings: Settings) -> Iterator[str]:
         )
     if algorithm.advantage == "gdpo" and not gdpo_components(settings):
         yield (
-            'algorithm.advantage = "gdpo" needs algorithm.advantage_options = {weights = {NAME = 1.0, ...}} with the '
-            f"components that the reward function returns; found {algorithm.advantage_options}."
+            'algorithm.advantage = "gdpo" needs algorithm.weights = {NAME = 1.0, ...} with the components that '
+            "the reward function returns; found none."
         )
     elif algorithm.advantage in ADVANTAGES.names():
-        options = algorithm.advantage_options
-        yield from problems_of("algorithm.advantage_options: ", try_advantage, algorithm.advantage, options)
+        options = options_of(algorithm, "advantage")
+        yield from problems_of("algorithm: ", try_advantage, algorithm.advantage, options)
 
 
 def _policy_loss(settings: Settings) -> Iterator[str]:

@@ -37,6 +37,7 @@ from rl_trainer_parts.learning.objective import (
     objective_options,
     sampled_logprobs,
 )
+from rl_trainer_parts.settings.algorithm_choice import options_of
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -171,7 +172,7 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
         rewarded = with_advantages(
             batch.only(batch.names - TEACHER_COLUMNS),
             advantage=algorithm.advantage,
-            options=algorithm.advantage_options,
+            options=options_of(algorithm, "advantage"),
             session_rule=algorithm.session_rule,
         )
         batch = batch.with_columns({name: rewarded[name] for name in rewarded.names - batch.names})

@@ -222,7 +222,7 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         for trajectory in trajectories:
             if lacking := sorted(set(names) - trajectory.reward_components.keys()):
                 raise DataError(
-                    f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function "
+                    f"algorithm.weights names the component {lacking[0]!r}, but the reward function "
                     f"returned {sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. It "
                     "must return every component for every response."
                 )
