@@ -11,15 +11,23 @@ from annotated_types import Ge
 from torch import Tensor
 
 from rl_core.errors import SettingsError
+from rl_core.files import parse_toml
 from rl_distill import ALGORITHMS, Algorithm
 from rl_distill.objectives import ADVANTAGES, POLICY_LOSSES, RewardedRows
 from rl_trainer_parts.checks.algorithm import algorithm_problems, unknown_names
 from rl_trainer_parts.learning.objective import make_policy_objective, method_title
-from rl_trainer_parts.settings.algorithm_choice import changes_of_paper, option_fields, option_types, options_of
+from rl_trainer_parts.settings.algorithm_choice import (
+    changes_of_paper,
+    option_fields,
+    option_types,
+    options_of,
+    with_algorithm,
+)
 from rl_trainer_parts.settings.fields import plain_settings
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings, load_settings
 
+PAGES = Path(__file__).parents[3] / "docs" / "algorithms"
 NEEDED = ("--policy.path=p", "--prompts.train=t")
 
 
@@ -61,6 +69,20 @@ def test_every_value_of_an_algorithm_reaches_the_settings(name: str) -> None:
 )
 def test_values_of_papers(name: str, values: dict[str, Any]) -> None:
     assert algorithm(f"name={name}").items() >= values.items()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS.names())
+def test_each_algorithm_has_a_page_with_its_settings(name: str) -> None:
+    text = (PAGES / f"{name}.md").read_text()
+    written = parse_toml(text.partition("```toml\n")[2].partition("```")[0], where=name)
+    filled = with_algorithm({"algorithm": {"name": name}})
+    del filled["algorithm"]["name"]
+    shown = {key: value for key, value in filled["algorithm"].items() if value is not None}
+    if not shown["kl_coefficient"]:
+        del shown["kl_in"], shown["kl_estimator"]
+    assert written == {**filled, "algorithm": shown}
+    assert (PAGES / "curves" / f"{name}.svg").is_file()
+    assert f"({name}.md)" in (PAGES / "README.md").read_text()
 
 
 def test_without_a_name_the_defaults_are_those_of_other_trainers() -> None:
