@@ -22,7 +22,7 @@ COMMON = ("--run.if_exists=archive", "--metrics.console=quiet", "--metrics.repor
 OWN = {
     "ppo": ("--critic.learning_rate=3e-4",),
     "gdpo": (
-        "--reward.function=none",
+        "--reward.function=",
         '--reward.parts=[{function = "examples/arithmetic/reward.py:reward", name = "right"}]',
         "--algorithm.weights={right = 1.0}",
     ),
@@ -38,8 +38,9 @@ def main(names: Sequence[str]) -> None:
         history = open_run(train(name)).history
         curves = {
             label: dict(zip(history.steps.tolist(), history.values[metric].tolist(), strict=True))
-            for label, metric in (("reward", "critic/rewards/mean"), ("validation", "validation/mean_reward"))
+            for label, metric in (("reward", "critic/rewards/mean"), ("validation", "val-core/arithmetic/reward/mean@1"))
         }
+        (PAGES / "curves").mkdir(exist_ok=True)
         (PAGES / "curves" / f"{name}.svg").write_text(drawing(curves))
         sys.stdout.write(f"| [{ALGORITHMS.get(name).title}]({name}.md) | {first_and_last(curves['validation'])} |\n")
 
