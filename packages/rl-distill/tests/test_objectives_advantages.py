@@ -88,8 +88,8 @@ def paper_lite_ppo(groups):
 
 
 def paper_maxrl(groups):
-    """MaxRL, algorithm 1: weights r / (N * mean) - 1 / N of N scores, without the estimator's 1 / N; 0 without success."""
-    return [r / statistics.fmean(group) - 1.0 if sum(group) else 0.0 for group in groups for r in group]
+    """MaxRL, algorithm 1: the N scores weigh r / K - 1 / N with K successes, times N; 0 without success."""
+    return [len(group) * (r / sum(group) - 1 / len(group)) if sum(group) else 0.0 for group in groups for r in group]
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,7 @@ def test_otb_has_the_papers_numbers():
         [reward for reward, _, _ in trajectories],
         lengths=[len(chosen) for _, _, chosen in trajectories],
         columns={
-            "old_logprobs": [
-                math.log(p[token]) for _, ps, ids in trajectories for p, token in zip(ps, ids, strict=True)
-            ],
+            "old_logprobs": [math.log(p[i]) for _, ps, ids in trajectories for p, i in zip(ps, ids, strict=True)],
             "sum_pi_squared": [sum(one**2 for one in p) for _, ps, _ in trajectories for p in ps],
         },
     )

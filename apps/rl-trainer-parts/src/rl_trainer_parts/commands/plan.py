@@ -27,7 +27,7 @@ from rl_trainer_parts.learning.mixtures import (
     routes_anew,
     why_not_replayed,
 )
-from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards
+from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards, needs_greedy
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.machine.needs import BYTES, GIB
@@ -228,6 +228,8 @@ def _arithmetic(settings: Settings, inputs: Inputs) -> Iterator[str]:
     yield "Batches"
     prompts, sessions = counted(rollout.prompts_per_step, "prompt"), counted(rollout.group_size, "session")
     yield f"  a step     {prompts} x {sessions} = {counted(samples, 'trajectory', 'trajectories')}"
+    if needs_greedy(settings):
+        yield f"{INDENT}and a greedy session for each prompt, whose reward is the baseline; it does not train"
     if settings.dynamic_sampling.filter:
         sampling = settings.dynamic_sampling
         rounds = counted(sampling.max_rounds, "round")

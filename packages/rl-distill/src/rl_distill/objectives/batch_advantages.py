@@ -104,9 +104,9 @@ ENERGY_FLOOR = 1e-8
 def optimal_token_baseline(rows: RewardedRows) -> dict[str, Tensor]:
     """OTB: the return from each token minus the baseline of least variance for this token's place in its group.
 
-    With energy W[t] = sum over j <= t of (1 - 2 p[j] + sum of p'[j]^2), where p[j] is the probability of token j and p'[j]
-    those of all tokens in its place, the baseline is sum(G[t] * W[t]) / sum(W[t]) over the trajectories of the group that
-    have a t-th trained token, with returns G[t]. A token that no other trajectory reaches has baseline 0, as in verl.
+    The baseline of trained token t is sum(G[t] * W[t]) / sum(W[t]) over the group's trajectories that reach it. G[t] is
+    the return from it, and the energy W[t] is the sum of 1 - 2 * p + sum_pi_squared over the trained tokens up to it,
+    with their probabilities p. A token that no other trajectory reaches has baseline 0, as in verl.
 
     Args:
         rows: The batch with the token columns `old_logprobs` and `sum_pi_squared`. Each trajectory is an episode that
