@@ -360,7 +360,7 @@ class Rollout:
 
 def _with_baseline(result: GroupResult, greedy: SessionResult) -> GroupResult:
     """Add the greedy session's reward to the trajectories, or mark all sessions as failed if it failed."""
-    failure = None if greedy.failure is None else f"the greedy session, whose reward is the baseline: {greedy.failure}"
+    failure = greedy.failure and f"the greedy session, whose reward is the baseline, failed: {greedy.failure}"
     reward = greedy.trajectories[-1].reward if failure is None else None
     changes = {"reward_baseline": reward} if failure is None else {"reward": None}
     sessions = tuple(
