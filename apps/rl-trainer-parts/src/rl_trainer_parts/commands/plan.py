@@ -204,7 +204,8 @@ def _objective(settings: Settings) -> Iterator[str]:
         yield f"  policy     {source}; loss {algorithm.policy_loss}{clip}"
         scored = "engine" if algorithm.old_logprobs == "rollout" else "learner before the update"
         yield f"{INDENT}against the logprobs of the {scored}"
-    yield f"  average    {algorithm.aggregation}"
+    without = ", without sessions that a limit ended" if settings.rollout.mask_truncated else ""
+    yield f"  average    {algorithm.aggregation}{without}"
     if algorithm.kl_coefficient:
         target = "" if algorithm.kl_target is None else f", adapted to {algorithm.kl_target:g} nats a token"
         kind = f"{algorithm.kl_estimator} in the {algorithm.kl_in}"
