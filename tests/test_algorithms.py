@@ -30,6 +30,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "algorithm__kl_target": 0.01,
     },
     **{f"advantage-{name}": {"algorithm__advantage": name} for name in ("rloo", "opo", "gpg", "grpo_passk")},
+    "remax": {"algorithm__advantage": "remax", "dynamic_sampling__filter": "reward_spread"},
+    "lite-ppo": {"algorithm__advantage": "lite_ppo", "algorithm__aggregation": "token-sum"},
+    "maxrl-and-dro": {"algorithm__advantage": "maxrl", "algorithm__policy_loss": "dro", "trainer__minibatches": 2},
+    "otb": {**RECOMPUTED, "algorithm__advantage": "optimal_token_baseline", "correction__weights": "token"},
+    "truncated": {"rollout__mask_truncated": True, "algorithm__advantage": "rloo"},
     "advantage-baseline": {"algorithm__advantage": "reinforce_plus_plus_baseline", "algorithm__session_rule": "each"},
     **{
         f"loss-{name}": {"algorithm__policy_loss": name, "trainer__minibatches": 2}
@@ -106,6 +111,10 @@ def test_two_steps(name: str, run: TinyRun) -> None:
         assert first["rollout/made_up_groups"] <= first["rollout/refused_groups"]
         if not first["rollout/made_up_groups"]:
             assert first["rollout/groups_without_spread_ratio"] == 0
+    if "rollout__mask_truncated" in settings:
+        assert first["response/masked_ratio"] == first["response_length/clip_ratio"] > 0
+    if settings.get("algorithm__advantage") == "remax":
+        assert 0 <= first["rollout/greedy_reward"] <= 1
     if settings.get("correction__weights"):
         assert first["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
     if settings.get("correction__reject"):

@@ -119,6 +119,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "rollout.prompts_per_step": other(1),
     "rollout.group_size": other(3),
     "rollout.max_response_tokens": other(2),
+    "rollout.mask_truncated": other(True, rollout__max_response_tokens=2),
     "rollout.temperature": other(0.5),
     "rollout.top_p": other(0.5),
     "rollout.top_k": other(3),

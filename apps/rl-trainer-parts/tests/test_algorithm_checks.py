@@ -17,7 +17,7 @@ from rl_trainer_parts.settings.sources import build_settings
 
 RECOMPUTE = {"algorithm.old_logprobs": "recompute"}
 ADVANTAGES_THAT_NEED_MORE = {
-    "remax": "greedy response to the same prompt, which this trainer does not generate",
+    "optimal_token_baseline": 'so it needs algorithm.old_logprobs = "recompute"; found "rollout".',
     "gdpo": "needs algorithm.weights = {NAME = 1.0, ...}",
 }
 
@@ -56,7 +56,11 @@ def test_advantages(name: str) -> None:
     ("name", "value", "hint"),
     [
         ("algorithm.policy_loss", "vanilla", "Did you mean 'ppo_clip', verl's 'vanilla'?"),
-        ("algorithm.advantage", "optimal_token_baseline", "verl's 'optimal_token_baseline' is missing here."),
+        (
+            "algorithm.advantage",
+            "tir_optimal_token_baseline",
+            "Did you mean 'optimal_token_baseline', verl's 'tir_optimal_token_baseline'?",
+        ),
         ("algorithm.kl_estimator", "low_var_kl", "Did you mean 'k3', verl's 'low_var_kl'?"),
         ("dynamic_sampling.filter", "true", "Did you mean 'reward_spread', verl's 'true'?"),
         ("rollout.engine", "sglang", "verl's 'sglang' is missing here."),
@@ -92,6 +96,9 @@ def test_rejection_criteria(name: str) -> None:
     [
         {"algorithm.advantage": "reinforce_plus_plus", "rollout.group_size": 1},
         {"algorithm.eps": 1e-4},
+        {"algorithm.advantage": "remax", "rollout.group_size": 1, "dynamic_sampling.filter": "reward_spread"},
+        {**RECOMPUTE, "algorithm.advantage": "optimal_token_baseline", "correction.weights": "token"},
+        {"algorithm.advantage": "maxrl", "algorithm.policy_loss": "dro", "algorithm.aggregation": "token-sum"},
         {"algorithm.dual_clip": float("inf"), "algorithm.clip_high": 0.28},
         {"algorithm.kl_coefficient": 0.1, "algorithm.kl_in": "reward", "algorithm.kl_estimator": "k1"},
         {"algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": "k3+", "algorithm.kl_target": 0.01},
@@ -112,6 +119,16 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
             "least 2; found 1.",
         ),
         (
+            {
+                "algorithm.advantage": "remax",
+                "rollout_cache.enabled": True,
+                "rollout_cache.directory": "cache",
+                "rollout_cache.rewards": "again",
+            },
+            'rollout_cache.rewards = "again" cannot score the greedy sessions of algorithm.advantage = "remax" again: '
+            'of these, only the reward is stored. Set rollout_cache.rewards = "stored".',
+        ),
+        (
             {"algorithm.gamma": 0.9},
             "algorithm.gamma is an option of advantage gae, advantage reinforce_plus_plus, which this run does not "
             "use. Choose it, or leave it out.",
@@ -130,8 +147,8 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
         (
             {"algorithm.name": "grop"},
             "algorithm.name = 'grop' is not known; known: cispo, clip_cov, dapo, dppo, dr_grpo, dro, gdpo, gmpo, gpg, "
-            "grpo, grpo_passk, gspo, kl_cov, opo, ppo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, "
-            "sapo. Did you mean 'grpo'?",
+            "grpo, grpo_passk, gspo, kl_cov, lite_ppo, maxrl, opo, otb, ppo, reinforce_plus_plus, "
+            "reinforce_plus_plus_baseline, remax, rloo, sapo. Did you mean 'grpo'?",
         ),
         (
             {"algorithm.policy_loss": "sapo", "algorithm.clip_low": 0.2},

@@ -43,7 +43,7 @@ def algorithm(*words: str) -> dict[str, Any]:
 def test_every_value_of_an_algorithm_reaches_the_settings(name: str) -> None:
     settings, of_paper = chosen(f"name={name}"), ALGORITHMS.get(name)
     values = asdict(settings.algorithm)
-    for field in ("advantage", "policy_loss", "clip_low", "clip_high", "aggregation"):
+    for field in ("advantage", "policy_loss", "clip_low", "clip_high", "aggregation", "old_logprobs"):
         assert values[field] == getattr(of_paper, field)
     for field in ("kl_in", "kl_coefficient", "kl_estimator"):
         assert values[field] == getattr(of_paper, field)
@@ -80,6 +80,8 @@ def test_each_algorithm_has_a_page_with_its_settings(name: str) -> None:
     shown = {key: value for key, value in filled["algorithm"].items() if value is not None}
     if not shown["kl_coefficient"]:
         del shown["kl_in"], shown["kl_estimator"]
+    if shown["old_logprobs"] == "rollout":
+        del shown["old_logprobs"]
     assert written == {**filled, "algorithm": shown}
     assert (PAGES / "curves" / f"{name}.svg").is_file()
     assert f"({name}.md)" in (PAGES / "README.md").read_text()

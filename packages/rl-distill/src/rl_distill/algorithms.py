@@ -30,6 +30,7 @@ class Algorithm:
         kl_in: Where the KL to the initial policy is applied: in the "loss" or in the "reward".
         kl_coefficient: Weight of that KL; 0 is none.
         kl_estimator: Name in `rl_distill.objectives.KL_ESTIMATORS`.
+        old_logprobs: Denominator of ratios: the engine's logprobs ("rollout"), or the learner's ("recompute").
         filter: Name of a filter of groups, such as "reward_spread"; empty keeps all.
         options: Options of the advantage and of the policy loss that differ from their own defaults.
     """
@@ -44,6 +45,7 @@ class Algorithm:
     kl_in: Literal["loss", "reward"] = "loss"
     kl_coefficient: NonNegativeFloat = 0.0
     kl_estimator: str = "k3"
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
     filter: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -70,6 +70,11 @@ RULES = (
         when=lambda s: not s.reward.failures.max_retries,
         because="without retries: reward.on_failure and reward.retries",
     ),
+    Unused(
+        names=("rollout.mask_truncated",),
+        when=lambda s: s.distillation.texts is not None,
+        because="with distillation.texts, which no limit cuts",
+    ),
     unused_with("rollout.offload_engine", [False], "rollout.offload_keeps_weights"),
     unused_with("optimizer.decay_steps", [None], "optimizer.decay", "optimizer.min_learning_rate"),
     Unused(

@@ -28,7 +28,7 @@ from rl_trainer_parts.learning.mixtures import (
     routes_anew,
     why_not_replayed,
 )
-from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards
+from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards, needs_greedy
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.machine.needs import BYTES, GIB
@@ -214,7 +214,8 @@ def _objective(settings: Settings) -> Iterator[str]:
         options = {**options_of(algorithm, "advantage"), **options_of(algorithm, "policy_loss")}
         if options:
             yield f"{INDENT}options {', '.join(f'{name} = {written(value)}' for name, value in options.items())}"
-    yield f"  average    {algorithm.aggregation}"
+    without = ", without sessions that a limit ended" if settings.rollout.mask_truncated else ""
+    yield f"  average    {algorithm.aggregation}{without}"
     if algorithm.kl_coefficient:
         target = "" if algorithm.kl_target is None else f", adapted to {algorithm.kl_target:g} nats a token"
         kind = f"{algorithm.kl_estimator} in the {algorithm.kl_in}"
@@ -238,6 +239,8 @@ def _arithmetic(settings: Settings, inputs: Inputs) -> Iterator[str]:
     yield "Batches"
     prompts, sessions = counted(rollout.prompts_per_step, "prompt"), counted(rollout.group_size, "session")
     yield f"  a step     {prompts} x {sessions} = {counted(samples, 'trajectory', 'trajectories')}"
+    if needs_greedy(settings):
+        yield f"{INDENT}and a greedy session for each prompt, whose reward is the baseline; it does not train"
     if settings.dynamic_sampling.filter:
         sampling = settings.dynamic_sampling
         rounds = counted(sampling.max_rounds, "round")

@@ -31,6 +31,16 @@ def learns_from_rewards(settings: Settings) -> bool:
     return not settings.distillation.is_on or settings.distillation.use_task_rewards
 
 
+def needs_greedy(settings: Settings) -> bool:
+    """True when every prompt has one more, greedy session, whose reward is the baseline of its group (ReMax)."""
+    return learns_from_rewards(settings) and settings.algorithm.advantage == "remax"
+
+
+def needs_energy(settings: Settings) -> bool:
+    """True when the advantage reads `sum_pi_squared`, which the learner computes before its update (OTB)."""
+    return learns_from_rewards(settings) and settings.algorithm.advantage == "optimal_token_baseline"
+
+
 def method_title(settings: Settings) -> str:
     """Name of the method, such as "GRPO"."""
     if learns_from_rewards(settings):

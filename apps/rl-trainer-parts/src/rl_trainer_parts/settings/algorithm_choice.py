@@ -32,7 +32,7 @@ def with_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
     algorithm = _named(given.get("name")) if isinstance(given, Mapping) else None
     if algorithm is None:
         return dict(values)
-    parts = [("aggregation",), *([OF_KL] if given.get("kl_coefficient") != 0 else [])]
+    parts = [("aggregation", "old_logprobs"), *([OF_KL] if given.get("kl_coefficient") != 0 else [])]
     parts += [part for part in (OF_ADVANTAGE, OF_LOSS) if given.get(part[0]) in (None, getattr(algorithm, part[0]))]
     of_paper = {name: getattr(algorithm, name) for part in parts for name in part}
     options = option_types(*(of_paper.get(part, given.get(part)) for part in ("advantage", "policy_loss")))

@@ -133,6 +133,8 @@ class RolloutSettings:
         prompts_per_step: Prompts per training step.
         group_size: Sessions per prompt (GRPO's group size).
         max_response_tokens: Maximum response length in tokens.
+        mask_truncated: Do not train on sessions that a limit ended before they finished: of response tokens, of turns
+            or of the context (DAPO's overlong filtering). Their rewards still count in the advantages of their group.
         temperature: Sampling temperature for training.
         top_p: Nucleus sampling threshold for training; 1 keeps every token.
         top_k: Sample from the k most likely tokens; none keeps all.
@@ -151,6 +153,7 @@ class RolloutSettings:
     prompts_per_step: Count = 64
     group_size: Count = 8
     max_response_tokens: PositiveInt = 1024
+    mask_truncated: bool = False
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     top_k: int | None = None
@@ -207,12 +210,12 @@ class AlgorithmSettings:
     Attributes:
         name: An algorithm, which sets what follows, and dynamic_sampling.filter, to the values of its paper: "ppo",
             "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "sapo", "cispo", "rloo", "remax", "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "gdpo", "clip_cov", "kl_cov", "dppo", "dro", or
-            one that another package installs. Values of your own take precedence. none uses the defaults below, GRPO
-            as verl and TRL run it.
-        advantage: "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline", "gae" (needs a critic), or the name of an advantage that another package
-            installs.
+            "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "gdpo", "lite_ppo", "maxrl", "otb", "clip_cov",
+            "kl_cov", "dppo", "dro", or one that another package installs. Values of your own take precedence. none uses
+            the defaults below, GRPO as verl and TRL run it.
+        advantage: "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "lite_ppo", "maxrl",
+            "optimal_token_baseline", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae" (needs a critic),
+            "remax" (runs a greedy session per prompt too), or the name of an advantage that another package installs.
         session_rule: How a session with several trajectories is credited: "last" (all get the advantage of the last
             one), "last_only" (only the last one trains), "mean", or "each" (every trajectory has its own advantage).
         policy_loss: "ppo_clip", "gspo", "geo_mean" (GMPO), "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "dro",
