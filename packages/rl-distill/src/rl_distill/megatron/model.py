@@ -64,6 +64,12 @@ class TokenResults:
     entropy: Tensor | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
 
+    def within_nucleus(self, placed: PlacedPack) -> "TokenResults":
+        """Return a policy's results under the truncated distributions of a pack with `nucleus_ids`; else these."""
+        if not placed.has_nucleus or self.entropy is None:
+            return self
+        return TokenResults(*nucleus_logprobs(self.values, placed.targets), self.others)
+
     @property
     def device(self) -> torch.device:
         """Device of the results. Megatron's schedules read it."""

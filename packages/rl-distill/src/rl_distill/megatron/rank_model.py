@@ -229,7 +229,7 @@ class RankModel:
         def forward_step(source: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
             index = next(source)
             output = model(place(index), wanted=wanted)
-            return output, lambda scores, **_: evaluate(index, placed[index], scores)
+            return output, lambda scores, **_: evaluate(index, placed[index], scores.within_nucleus(placed[index]))
 
         sources = [iter(range(len(packs))) for _ in self._chunks]
         for chunk in self._chunks:

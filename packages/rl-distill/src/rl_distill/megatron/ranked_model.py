@@ -146,10 +146,10 @@ class RankedModel:
             ranks.call_all(RankHost.drop, self._name)
 
     def _score(self, batch: Batch, *, temperature: float = 1.0, is_base: bool = False) -> Ragged:
-        """Compute one float32 per token, or per id in `target_ids`, in the batch's row order."""
+        """Compute one float32 per token, or per id in `target_ids`, in the batch's row order; see `Scorer`."""
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
-        shares, rows = self._shares(batch.only({"input_ids", "target_ids", ROUTED_EXPERTS} & batch.names))
+        shares, rows = self._shares(batch.only({"input_ids", "target_ids", NUCLEUS, ROUTED_EXPERTS} & batch.names))
         scores = self._call_shares(RankModel.score, shares, temperature=temperature, is_base=is_base)
         tokens = in_batch_order(batch, rows, scores)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
