@@ -191,8 +191,9 @@ def _check_nucleus(batch: Batch, vocab_size: int) -> None:
         place = int(np.flatnonzero(is_wrong)[0])
         row = _row_of(ids, place)
         raise ShapeError(
-            f"nucleus_ids must be different ids below {vocab_size} that include each trained token, then -1; row {row}, "
-            f"token {place - int(ids.offsets[row])} ({int(ids.values[place])}) has {nucleus.values[place].tolist()}. "
+            f"nucleus_ids must be different ids below {vocab_size} that include each trained token, then -1; row "
+            f"{row}, token {place - int(ids.offsets[row])} ({int(ids.values[place])}) has "
+            f"{nucleus.values[place].tolist()}. "
             "Keep each row of Generation.nucleus_ids at its token."
         )
 

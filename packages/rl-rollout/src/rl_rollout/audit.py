@@ -158,9 +158,9 @@ def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> No
     """Prove that each trained token was sampled right after exactly the tokens that precede it.
 
     A span proves a trained token at position t under two conditions. Its input_ids and first sampled tokens equal the
-    trajectory's tokens 0..t, and it sampled that token with exactly this logprob, version and nucleus. This finds tokens that
-    were tokenized again, contexts changed after sampling, moved masks and edited logprobs. Masked tokens may have any
-    id, but have no logprob and no version.
+    trajectory's tokens 0..t, and it sampled that token with exactly this logprob, version and nucleus. This finds
+    tokens that were tokenized again, contexts changed after sampling, moved masks and edited logprobs. Masked tokens
+    may have any id, but have no logprob and no version.
 
     Args:
         trajectory: A trajectory that a loop returned.

@@ -33,8 +33,8 @@ ROLLOUT_COLUMNS = frozenset(
         "nucleus_ids",
     }
 )
-"""Columns that rows have from `put`: `reward` only if every row of the group has one, `routed_experts` and `nucleus_ids` if
-any has one."""
+"""Columns that rows have from `put`: `reward` only if every row of the group has one, `routed_experts` and
+`nucleus_ids` if any has one."""
 
 PromptState = Literal["issued", "settled", "done", "dropped"]
 STATES: tuple[PromptState, ...] = get_args(PromptState)

@@ -20,7 +20,7 @@ from rl_distill.megatron.rank_batches import PlacedPack
 from rl_distill.objectives.chunked_head import HeadResult, chunked_head_divergence
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.micro_batches import MEASURED, WEIGHTED, TeacherComparison
-from rl_distill.objectives.vocabulary import VocabularyPart
+from rl_distill.objectives.vocabulary import VocabularyPart, nucleus_logprobs
 from rl_distill.options import LoraOptions
 
 R = TypeVar("R")

@@ -48,7 +48,7 @@ from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.packing import Rows, plan_batch
 from rl_distill.parallel_layout import check_layout, check_learner
-from rl_distill.prefixes import ROUTED_EXPERTS
+from rl_distill.prefixes import NUCLEUS, ROUTED_EXPERTS
 from rl_distill.products import chosen_products
 from rl_distill.stepping import check_open, check_temperature, check_tokens, check_trainable, open_policy
 

@@ -254,7 +254,9 @@ def nucleus_logprobs(logprobs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         [M] logprobs and [M] entropy; both are 0 for a token without others.
     """
-    is_kept = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), (ids[:, 1:] >= 0) & (ids[:, 1:] != ids[:, :1])], -1)
+    is_kept = torch.cat(
+        [torch.ones_like(ids[:, :1], dtype=torch.bool), (ids[:, 1:] >= 0) & (ids[:, 1:] != ids[:, :1])], -1
+    )
     kept = logprobs.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
     entropy = -(kept.exp() * kept.masked_fill(~is_kept, 0.0)).sum(-1)
     return kept[:, 0], entropy

@@ -77,8 +77,9 @@ class Sample:
         is_kept = np.isfinite(logprobs)
         if is_kept[self.max_nucleus :].any():
             self.failure = (
-                f"top_k and top_p kept more than max_nucleus = {self.max_nucleus} tokens at token {len(self.nucleus_ids)} of the "
-                "response, because several are equally likely. Lower top_p, or raise max_nucleus."
+                f"top_k and top_p kept more than max_nucleus = {self.max_nucleus} tokens at token "
+                f"{len(self.nucleus_ids)} of a response; tokens as likely as the last of top_k count too. Raise "
+                "max_nucleus, or lower top_p."
             )
         row = np.full(self.max_nucleus, -1, np.int32)
         row[: len(token_ids)] = np.where(is_kept, token_ids, -1)[: self.max_nucleus]
