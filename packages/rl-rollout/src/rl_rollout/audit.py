@@ -407,7 +407,8 @@ def _explanation(trajectory: Trajectory, spans: Sequence[SampledSpan], *, positi
         return f"{where}, but no request was sent to the engine. {advice}"
     agreements = [(_agreement(trajectory, span), len(span.input_ids)) for span in spans]
     if any(num_input <= position < num_agreeing for num_agreeing, num_input in agreements):
-        return f"{where}, but the engine sampled it with another logprob or policy version, or from another nucleus. {advice}"
+        what = "another logprob or policy version, or from another nucleus"
+        return f"{where}, but the engine sampled it with {what}. {advice}"
     if any(position < num_agreeing for num_agreeing, _ in agreements):
         return f"{where}, but it was part of the input of the request, not sampled. {advice}"
     num_agreeing, num_input = max(agreements)
