@@ -316,7 +316,8 @@ def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", 
     """Memory of a model on the rank that needs the most."""
     parallel = settings.parallel
     lora = settings.lora if kind == "policy" else LoraOptions()
-    stages = rank_memory(config, parallel, dtype=settings.optimizer.dtype, kind=kind, lora=lora)
+    chosen = settings.optimizer
+    stages = rank_memory(config, parallel, dtype=chosen.dtype, kind=kind, algorithm=chosen.algorithm, lora=lora)
     which = "each" if len(set(stages)) == 1 else "the fullest"
     where = f" on {which} of {parallel.ranks} ranks" if parallel.ranks > 1 else ""
     return f"{size_text(max(map(sum, stages)))}{where}"

@@ -325,7 +325,10 @@ class TrainedModel(RankedModel):
         """
         self._check_no_gradients("load")
         adapter = self._trained_adapter()
-        step = read_header(directory, config=self._source.config, dtype=self._options.dtype, adapter=adapter)
+        options = self._options
+        step = read_header(
+            directory, config=self._source.config, dtype=options.dtype, algorithm=options.algorithm, adapter=adapter
+        )
         TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes(), self._source.config))
         problems = self._ranks.call_all(RankHost.read_state, self._name, directory / STATE_FOLDER)
         if any(problems):
