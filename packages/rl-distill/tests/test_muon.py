@@ -114,24 +114,24 @@ def test_weights_are_those_of_the_definition(tied_policy: Path, make_batch: Make
 def test_ranks_train_as_one(layout: str, two_ranks: Any, tied_policy: Path, make_batch: MakeBatch) -> None:
     batch, parallel = make_batch(LENGTHS), LAYOUTS[layout]
     alone = MegatronLearner(tied_policy, OPTIONS)
-    together = MegatronLearner(tied_policy, OPTIONS, ranks=two_ranks.in_layout(parallel), name="muon")
+    ranks = two_ranks.in_layout(parallel)
+    together = MegatronLearner(tied_policy, OPTIONS, ranks=ranks, name="muon")
     found, wanted = steps(together, batch), steps(alone, batch)
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
     config = parse_policy_config(read_policy_config(tied_policy))
     planned = rank_memory(config, parallel, dtype="float32", algorithm="muon") * (parallel.ranks // parallel.pipeline)
-    assert sorted(two_ranks.in_layout(parallel).call_all(RankHost.run, "muon", "memory", (), {})) == sorted(planned)
+    assert sorted(ranks.call_all(RankHost.run, "muon", "memory", (), {})) == sorted(planned)
     together.close()
     alone.close()
 
 
 def assert_orthogonal_steps(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Check that each matrix with a gradient moved by singular values that are alike, and the others did not."""
+    """Check that each matrix moved by a largest singular value near 1 times the scale, or had no gradient."""
     for name in filter(is_matrix, before):
         moved = (after[name] - (1 - RATE * DECAY) * before[name]) / (RATE * 0.2 * math.sqrt(max(before[name].shape)))
-        values = torch.linalg.svdvals(moved.double())
-        assert values.max() == pytest.approx(0, abs=1e-3) or 0.6 < values.max() < 1.25, name
-        assert (values > 0.6).sum() > len(values) / 3 or values.max() < 1e-3, name
+        largest = torch.linalg.matrix_norm(moved.double(), 2)
+        assert largest < 1e-3 or 0.6 < largest < 1.25, name
 
 
 def test_each_expert_is_a_matrix(two_ranks: Any, mixture_policy: Path, make_batch: MakeBatch) -> None:
@@ -143,7 +143,7 @@ def test_each_expert_is_a_matrix(two_ranks: Any, mixture_policy: Path, make_batc
     router = "model.layers.0.mlp.gate.weight"
     moved = (wanted[router] - (1 - RATE * DECAY) * before[router]).abs()
     assert moved.max() <= 1.01 * RATE, "Adam trains the router"
-    parallel = ParallelOptions(ranks=2, tensor=2, expert=1, sequence=True)
+    parallel = ParallelOptions(ranks=2, tensor=2, sequence=True)
     together = MegatronLearner(mixture_policy, OPTIONS, ranks=two_ranks.in_layout(parallel), name="muon")
     for name, tensor in steps(together, batch, 1).items():
         torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-5)
@@ -157,7 +157,7 @@ def test_a_critic_trains_its_matrices_too(tied_policy: Path, make_batch: MakeBat
     critic = MegatronCritic(tied_policy, OPTIONS)
     before = {name: tensor.clone() for name, tensor in critic.export_weights().items()}
     for _ in range(2):  # the head, at first 0, passes no gradient to the layers
-        assert critic.train_step(batch, ValueObjective(clip=None)).is_applied
+        assert critic.train_step(batch, ValueObjective()).is_applied
     after = critic.export_weights()
     head = next(name for name in before if name.endswith("score.weight"))
     assert 0 < (after[head] - before[head]).abs().max() <= 2.01 * RATE

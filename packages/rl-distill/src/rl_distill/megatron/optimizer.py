@@ -1,4 +1,4 @@
-"""Adam, and Muon if chosen, of a rank: clipping, learning rate and per-parameter state, optionally sharded over ranks; offloading."""
+"""Adam of a rank, with Muon if chosen: clipping, learning rate and state, optionally sharded over ranks; offloading."""
 
 import math
 from abc import ABC, abstractmethod
