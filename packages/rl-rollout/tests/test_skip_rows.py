@@ -48,6 +48,10 @@ class Store:
         self.kept.append(data)
 
 
+def nuclei_of(length):
+    return np.arange(length * 5, dtype=np.int32).reshape(length, 5)
+
+
 def experts_of(length):
     return np.arange(length * 6, dtype=np.int16).reshape(length, 2, 3)
 
@@ -76,6 +80,7 @@ def rows(draw, place, *, reward):
         ),
         extras=draw(OBJECTS),
         routed_experts=draw(st.none() | st.just(experts_of(length))),
+        nucleus_ids=draw(st.none() | st.just(nuclei_of(length))),
         images=draw(IMAGES),
     )
 
@@ -140,13 +145,16 @@ def test_any_groups_come_back_to_the_bit(groups):
         ("expert_shapes", lambda array: array[:-1]),
         ("expert_shapes", lambda array: -array),
         ("expert_shapes", lambda array: array * 2**14),
+        ("nucleus_ids", lambda array: array[:-1]),
+        ("nucleus_widths", lambda array: -array),
     ],
 )
-def test_experts_that_do_not_fit_are_refused(name, change):
+def test_indices_that_do_not_fit_are_refused(name, change):
     (group,) = make_groups(1, 1)
-    row = replace(group.trajectories[0], routed_experts=experts_of(len(group.trajectories[0].input_ids)))
+    length = len(group.trajectories[0].input_ids)
+    row = replace(group.trajectories[0], routed_experts=experts_of(length), nucleus_ids=nuclei_of(length))
     arrays = dict(iter_arrays([replace(group, sessions=(SessionResult(trajectories=(row,)),))]))
-    with pytest.raises(BrokenEntryError, match="expert"):
+    with pytest.raises(BrokenEntryError, match=r"expert|nucleus"):
         decode_groups({**arrays, name: change(arrays[name])}, path="entry")
     with pytest.raises(BrokenEntryError, match="it has the arrays"):
         decode_groups({key: array for key, array in arrays.items() if key != name}, path="entry")

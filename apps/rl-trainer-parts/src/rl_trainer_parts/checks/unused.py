@@ -75,6 +75,11 @@ RULES = (
         when=lambda s: s.distillation.texts is not None,
         because="with distillation.texts, which no limit cuts",
     ),
+    Unused(
+        names=("rollout.rescored_share",),
+        when=lambda s: (s.rollout.temperature, s.rollout.top_p, s.rollout.top_k) != (1, 1, None),
+        because="with a rollout.temperature, top_p or top_k that changes the distribution",
+    ),
     unused_with("rollout.offload_engine", [False], "rollout.offload_keeps_weights"),
     unused_with("optimizer.decay_steps", [None], "optimizer.decay", "optimizer.min_learning_rate"),
     Unused(

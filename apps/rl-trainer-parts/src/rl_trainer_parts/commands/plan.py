@@ -39,7 +39,7 @@ from rl_trainer_parts.settings.algorithm_choice import changes_of_paper, options
 from rl_trainer_parts.settings.fields import written
 from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
-EXPERT_BYTES = 2
+EXPERT_BYTES, ID_BYTES = 2, 4
 MIB = 2**20
 FULL_TRAINING_RATE = 1e-5
 """Learning rates for full RL training are rarely above this."""
@@ -309,9 +309,13 @@ def _memory(settings: Settings) -> Iterator[str]:
         yield f"  teacher    {name}: {teacher.replicas} x {weights} weights{cache}, for {_parameters(config)}"
     cache = f" + {settings.vllm.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
     yield f"  engine     {size_text(engine)} weights{cache if engine_name(settings) == 'vllm' else ''}"
+    tokens = rollout.prompts_per_step * rollout.group_size * longest_trajectory(settings)
+    if width := rollout.nucleus_width:
+        token = ID_BYTES * width
+        yield f"  nuclei     {token} bytes a token, in trajectories: at most {size_text(tokens * token)} a step"
     if shape := expert_shape(settings):
         token = EXPERT_BYTES * math.prod(shape)
-        step = rollout.prompts_per_step * rollout.group_size * longest_trajectory(settings) * token
+        step = tokens * token
         yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {size_text(step)} a step"
 
 
@@ -325,7 +329,8 @@ def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", 
     """Memory of a model on the rank that needs the most."""
     parallel = settings.parallel
     lora = settings.lora if kind == "policy" else LoraOptions()
-    stages = rank_memory(config, parallel, dtype=settings.optimizer.dtype, kind=kind, lora=lora)
+    chosen = settings.optimizer
+    stages = rank_memory(config, parallel, dtype=chosen.dtype, kind=kind, algorithm=chosen.algorithm, lora=lora)
     which = "each" if len(set(stages)) == 1 else "the fullest"
     where = f" on {which} of {parallel.ranks} ranks" if parallel.ranks > 1 else ""
     return f"{size_text(max(map(sum, stages)))}{where}"

@@ -134,7 +134,7 @@ def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> 
         rows = rows.with_columns(added)
     if learners.critic is not None:
         with recorder.timer("values"):
-            found = learners.critic.values(without_experts(rows))
+            found = learners.critic.values(for_critic(rows))
         rows = rows.with_columns({"values": found})
     return rows
 
@@ -254,7 +254,7 @@ def update(
         if parts.learners.critic is not None:
             with recorder.timer("update_critic"):
                 loss = ValueObjective(clip=settings.critic.value_clip)
-                result = parts.learners.critic.train_step(without_experts(weighted), loss)
+                result = parts.learners.critic.train_step(for_critic(weighted), loss)
                 _record(parts, recorder, "critic", result, weighted)
         if not critic_alone:
             with recorder.timer("update_actor"):
@@ -273,8 +273,13 @@ def update(
 
 
 def without_experts(batch: Batch) -> Batch:
-    """The batch for another model than the policy, which cannot use the policy's routed experts."""
+    """The batch for routers that choose for themselves."""
     return batch.only(batch.names - {"routed_experts"})
+
+
+def for_critic(batch: Batch) -> Batch:
+    """The batch for the critic, which uses neither the policy's routed experts nor its distributions."""
+    return batch.only(batch.names - {"routed_experts", "nucleus_ids"})
 
 
 def with_update(prepared: Batch, results: Mapping[str, Ragged], *, loss_mask: Ragged) -> Batch:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
-from rl_core.data import ImageSpan, IntArray, Json, image_extras
+from rl_core.data import ImageSpan, IntArray, Json, column_spec, image_extras
 from rl_core.errors import DataError, SettingsError
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -37,7 +37,7 @@ from rl_trainer_parts.settings.schema import Settings
 TRAIN = "train"
 """The learner's task in the queue."""
 
-ROUTED_EXPERTS = "routed_experts"
+ROUTED_EXPERTS, NUCLEUS = "routed_experts", "nucleus_ids"
 
 FLOAT32_TOLERANCE = 0.01
 """Maximum mean difference in nats when a turn is scored again; near ties in a mixture may be routed differently."""
@@ -57,6 +57,7 @@ def sampling_params(settings: Settings) -> SamplingParams:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        max_nucleus=rollout.nucleus_width,
     )
 
 
@@ -69,6 +70,8 @@ def rollout_columns(settings: Settings) -> frozenset[str]:
         columns |= {ROUTED_EXPERTS}
     if needs_greedy(settings):
         columns |= {"reward_baseline"}
+    if settings.rollout.nucleus_width is not None:
+        columns |= {NUCLEUS}
     return columns | component_columns(gdpo_components(settings))
 
 
@@ -212,10 +215,19 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         pairs: Prompts with their trajectories.
 
     Raises:
-        DataError: A trajectory lacks such a component, or the baseline of ReMax.
+        DataError: A trajectory lacks such a component, the baseline of ReMax, or the nuclei of truncated sampling.
     """
     trajectories = [trajectory for _, trajectory in pairs]
-    batch = _with_experts(Batch.from_trajectories(trajectories), expert_shape(settings))
+    width = settings.rollout.nucleus_width
+    for one in trajectories if width is not None else ():
+        if one.nucleus_ids is None and one.loss_mask.any():
+            raise DataError(
+                f"rollout.top_p and rollout.top_k need trajectories with nucleus_ids; prompt {one.prompt_uid}, session "
+                f"{one.session_index} has none. The engine must report Generation.nucleus_ids, and the loop "
+                f"{settings.rollout.loop!r} must keep them. Or set top_p to 1 and top_k to none."
+            )
+    batch = _with_indices(Batch.from_trajectories(trajectories), ROUTED_EXPERTS, expert_shape(settings))
+    batch = _with_indices(batch, NUCLEUS, None if width is None else (width,))
     if settings.metrics.log_rollouts:
         batch = batch.with_extras([rollout_extras(prompt, trajectory) for prompt, trajectory in pairs])
     if settings.distillation.texts is not None:  # texts have no reward
@@ -260,12 +272,12 @@ def problem_id(prompt_ids: IntArray, *, images: Sequence[ImageSpan] = ()) -> str
     return digest.hexdigest()
 
 
-def _with_experts(batch: Batch, shape: tuple[int, int] | None) -> Batch:
-    """Column of routed experts if the learner needs it: -1 where unknown, such as in older cached steps."""
+def _with_indices(batch: Batch, name: str, shape: tuple[int, ...] | None) -> Batch:
+    """Column of indices if the learner needs it: -1 where unknown, such as experts in older cached steps."""
     if shape is None:
-        return batch.only(batch.names - {ROUTED_EXPERTS})
-    if ROUTED_EXPERTS in batch:
+        return batch.only(batch.names - {name})
+    if name in batch:
         return batch
     ids = batch.ragged("input_ids")
-    unknown = np.full((len(ids.values), *shape), -1, np.int16)
-    return batch.with_columns({ROUTED_EXPERTS: Ragged(unknown, ids.offsets)})
+    unknown = np.full((len(ids.values), *shape), -1, column_spec(name).dtype)
+    return batch.with_columns({name: Ragged(unknown, ids.offsets)})

@@ -136,8 +136,9 @@ class RolloutSettings:
         mask_truncated: Do not train on sessions that a limit ended before they finished: of response tokens, of turns
             or of the context (DAPO's overlong filtering). Their rewards still count in the advantages of their group.
         temperature: Sampling temperature for training.
-        top_p: Nucleus sampling threshold for training; 1 keeps every token.
-        top_k: Sample from the k most likely tokens; none keeps all.
+        top_p: Nucleus sampling threshold for training; 1 keeps every token. It needs top_k. The learner scores each
+            token among the tokens that both kept.
+        top_k: Sample from the k most likely tokens, at least 2; none keeps all.
         deadline_s: Maximum time for one step's rollouts.
         start_deadline_s: Maximum time for the engine to start.
     """
@@ -159,6 +160,11 @@ class RolloutSettings:
     top_k: int | None = None
     deadline_s: PositiveFloat = 3600.0
     start_deadline_s: PositiveFloat = 900.0
+
+    @property
+    def nucleus_width(self) -> int | None:
+        """Most tokens that top_k and top_p may keep; None if they keep all. Equally likely tokens may exceed top_k."""
+        return None if self.top_k is None else 2 * self.top_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,10 +31,11 @@ ROLLOUT_COLUMNS = frozenset(
         "is_truncated",
         "num_prompt_tokens",
         "routed_experts",
+        "nucleus_ids",
     }
 )
-"""Columns that rows have from `put`; `reward` only if every row of the group has one, `routed_experts` and
-`reward_baseline` if any has one."""
+"""Columns that rows have from `put`; `reward` only if every row of the group has one, `routed_experts`, `nucleus_ids`
+and `reward_baseline` if any has one."""
 
 PromptState = Literal["issued", "settled", "done", "dropped"]
 STATES: tuple[PromptState, ...] = get_args(PromptState)

@@ -1,8 +1,8 @@
-"""Adam of a rank: clipping, learning rate and per-parameter state, optionally sharded over ranks; offloading."""
+"""Adam of a rank, with Muon if chosen: clipping, learning rate and state, optionally sharded over ranks; offloading."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rl_distill.megatron.convert import TensorBlock
 from rl_distill.megatron.cpu import cuda_type_names
+from rl_distill.megatron.muon import HiddenMatrices, muon_step
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.options import AdamOptions, LearnerOptions
 from rl_distill.stepping import clip_scale
@@ -45,7 +47,15 @@ class RankAdam(ABC):
     def __init__(self, mains: Mapping[torch.nn.Parameter, Main]) -> None:
         """Keep what the optimizers of the parameters update, by parameter."""
         self._mains = mains
+        self._matrices: list[HiddenMatrices] = []
         self._on_host: Offloaded | None = None
+
+    def use_muon(self, parameters: Iterable[tuple[torch.nn.Parameter, Callable[[Tensor], list[TensorBlock]]]]) -> None:
+        """Train these parameters with Muon; each comes with a function that returns the matrices in its tensors."""
+        for parameter, blocks in parameters:
+            main = self._mains[parameter]
+            if main.tensor is not None and main.inner is not None:
+                self._matrices.append(HiddenMatrices(main.tensor, main.inner, blocks))
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -104,6 +114,7 @@ class RankAdam(ABC):
             grads = [p.grad for inner in self.inner() for group in inner.param_groups for p in group["params"]]
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
         with self.on_device():
+            muon_step(self._matrices, options)
             self._apply()
 
     def keep_on_host(self) -> None:
@@ -124,7 +135,7 @@ class RankAdam(ABC):
             self._on_host = Offloaded(self.tensors(), [])
 
     def moments(self, parameters: Parameters, name: str) -> dict[str, Tensor]:
-        """Return a moment of each parameter in its shape; zeros before the first step. Call it on all ranks."""
+        """Return a moment of each parameter in its shape; zeros if it has none (yet). Call it on all ranks."""
         out = {}
         for parameter_name, parameter in parameters.items():
             main = self._mains[parameter]
@@ -161,6 +172,7 @@ class RankAdam(ABC):
             moments: exp_avg and exp_avg_sq of each parameter, in its shape.
             master: float32 master weights of bfloat16 parameters.
         """
+        of_muon = {id(one.tensor) for one in self._matrices}
         for name, parameter in parameters.items():
             main = self._mains[parameter]
             if main.tensor is None or main.inner is None:
@@ -172,7 +184,8 @@ class RankAdam(ABC):
             if step:
                 # One step tensor per parameter, because Adam increments it in place.
                 state["step"] = torch.tensor(float(step), dtype=torch.float32, device=main.tensor.device)
-                state.update({m: _part(moments[m][name], main).to(main.tensor.device).clone() for m in moments})
+                kept = [m for m in moments if m == "exp_avg" or id(main.tensor) not in of_muon]
+                state.update({m: _part(moments[m][name], main).to(main.tensor.device).clone() for m in kept})
         self.set_step(step)
 
     def start_moments(self) -> None:

@@ -86,6 +86,8 @@ class RankModel:
         self._routed = [0, 0]
         adam = _optimizer(plan, self._chunks) if plan.trains else None
         self.tensors = RankTensors(plan, self._chunks, self._shards, adam)
+        if adam is not None and plan.options.algorithm == "muon":
+            adam.use_muon(self.tensors.hidden_matrices())
         self.sender = WeightSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
             chunk.config.finalize_model_grads_func = None if plan.parallel.shard_weights else _finalize_without_division
@@ -229,7 +231,7 @@ class RankModel:
         def forward_step(source: Iterator[int], model: torch.nn.Module) -> tuple[Any, Any]:
             index = next(source)
             output = model(place(index), wanted=wanted)
-            return output, lambda scores, **_: evaluate(index, placed[index], scores)
+            return output, lambda scores, **_: evaluate(index, placed[index], scores.within_nucleus(placed[index]))
 
         sources = [iter(range(len(packs))) for _ in self._chunks]
         for chunk in self._chunks:

@@ -1,6 +1,6 @@
 """A rank's tensors by Hugging Face name: for export, for checkpoints, and for memory accounting."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
 from rl_core.weights.broadcast import HeldRectangle
 from rl_distill.architecture.lora_targets import adapted_tensor
-from rl_distill.architecture.tensor_shapes import tensor_shapes
+from rl_distill.architecture.tensor_shapes import is_hidden_matrix, tensor_shapes
 from rl_distill.checkpoints.pieces import Piece
 from rl_distill.megatron.convert import Shard, TensorBlock, held_rows
 from rl_distill.megatron.lora import PARAMETER
@@ -136,6 +136,14 @@ class RankTensors:
                 moments = {name: states[name][index] for name in ("exp_avg", "exp_avg_sq")}
                 adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
 
+    def hidden_matrices(self) -> Iterator[tuple[torch.nn.Parameter, Callable[[Tensor], list[TensorBlock]]]]:
+        """Yield each parameter that Muon trains, with the function that returns the matrices in a tensor like it."""
+        for parameters, shard in zip(self._parameters(), self._shards, strict=True):
+            for name, parameter in parameters.items():
+                blocks = partial(_blocks_like, name, self._plan, shard)
+                if all(is_hidden_matrix(block.name, block.shape) for block in blocks(parameter)):
+                    yield parameter, blocks
+
     def adapter_state(self) -> list[Tensor]:
         """Return the adapter's A and B on this rank, their moments and float32 weights, always in the same order."""
         adapter = [tensor for chunk in self._adapter() for tensor in chunk.values()]
@@ -219,6 +227,11 @@ class RankTensors:
     def _blocks(self, states: Sequence[Mapping[str, Tensor]]) -> list[TensorBlock]:
         pairs = zip(states, self._shards, strict=True)
         return [block for state, shard in pairs for block in chunk_blocks(state, self._plan, shard)]
+
+
+def _blocks_like(name: str, plan: ModelPlan, shard: Shard, tensor: Tensor) -> list[TensorBlock]:
+    """Return the blocks of a tensor that has the shape of the named parameter."""
+    return chunk_blocks({name: tensor}, plan, shard)
 
 
 def _piece(block: TensorBlock, tensor: Tensor, *, name: str | None = None) -> Piece:

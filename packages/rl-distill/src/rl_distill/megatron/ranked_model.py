@@ -48,7 +48,7 @@ from rl_distill.megatron.setup import ModelPlan
 from rl_distill.options import LoraOptions, ParallelOptions
 from rl_distill.packing import Rows, plan_batch
 from rl_distill.parallel_layout import check_layout, check_learner
-from rl_distill.prefixes import ROUTED_EXPERTS
+from rl_distill.prefixes import NUCLEUS, ROUTED_EXPERTS
 from rl_distill.products import chosen_products
 from rl_distill.stepping import check_open, check_temperature, check_tokens, check_trainable, open_policy
 
@@ -146,10 +146,10 @@ class RankedModel:
             ranks.call_all(RankHost.drop, self._name)
 
     def _score(self, batch: Batch, *, temperature: float = 1.0, is_base: bool = False) -> Ragged:
-        """Compute one float32 per token, or per id in `target_ids`, in the batch's row order."""
+        """Compute one float32 per token, or per id in `target_ids`, in the batch's row order; see `Scorer`."""
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
-        shares, rows = self._shares(batch.only({"input_ids", "target_ids", ROUTED_EXPERTS} & batch.names))
+        shares, rows = self._shares(batch.only({"input_ids", "target_ids", NUCLEUS, ROUTED_EXPERTS} & batch.names))
         scores = self._call_shares(RankModel.score, shares, temperature=temperature, is_base=is_base)
         tokens = in_batch_order(batch, rows, scores)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
@@ -325,7 +325,10 @@ class TrainedModel(RankedModel):
         """
         self._check_no_gradients("load")
         adapter = self._trained_adapter()
-        step = read_header(directory, config=self._source.config, dtype=self._options.dtype, adapter=adapter)
+        options = self._options
+        step = read_header(
+            directory, config=self._source.config, dtype=options.dtype, algorithm=options.algorithm, adapter=adapter
+        )
         TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes(), self._source.config))
         problems = self._ranks.call_all(RankHost.read_state, self._name, directory / STATE_FOLDER)
         if any(problems):
