@@ -37,6 +37,15 @@ def opens_thinking(prompt: str, special_tokens: Iterable[str] = ()) -> bool:
     return begun.rfind(THINKING) > begun.rfind(THOUGHT)
 
 
+def tagged_answer(text: str, tag: str) -> str | None:
+    """Return the text in `<tag>...</tag>`; None unless there is exactly one such pair."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    if text.count(opening) != 1 or text.count(closing) != 1:
+        return None
+    inside, found, _ = text.partition(opening)[2].partition(closing)
+    return inside.strip() if found else None
+
+
 BRACE = re.compile(r"\\\\|\\[{}]|(?P<box>\\(?:boxed|fbox)\s*\{)|[{}]")
 BETWEEN_BOXES = re.compile(r"[\s$.]*(?:,|;|and|or|,\s*and|,\s*or|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*")
 PERCENT = re.compile(r"[\s$]{0,8}(?:\\?%|percent\b|pct\b)")

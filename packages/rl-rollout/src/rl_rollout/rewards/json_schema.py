@@ -158,26 +158,37 @@ def libraries() -> tuple[Any, Any]:
     return jsonschema, referencing
 
 
-def read_json(text: str) -> Json:
+def read_json(text: str) -> Any:
     """Parse the whole text as JSON, or else its last fenced block.
 
     Raises:
-        ValueError: Neither is JSON, or the text is too long.
+        ValueError: Neither is JSON, an object has a key twice, or the text is too long.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{len(text)} characters; at most {MAX_CHARACTERS} are read")
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return STRICT.decode(text)
     except (ValueError, RecursionError):
         blocks = FENCE.findall(text)
         if not blocks:
             raise
-    return json.loads(blocks[-1], parse_constant=refuse_constant)
+    return STRICT.decode(blocks[-1])
 
 
 def refuse_constant(name: str) -> Json:
     """Reject NaN and Infinity, which only Python's parser accepts."""
     raise ValueError(f"{name} is not JSON")
+
+
+def refuse_double_keys(items: list[tuple[str, Json]]) -> dict[str, Json]:
+    """Reject an object that gives a key several values: each reader of JSON would choose another."""
+    found = dict(items)
+    if len(found) < len(items):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+STRICT = json.JSONDecoder(parse_constant=refuse_constant, object_pairs_hook=refuse_double_keys)
 
 
 def first_error(validator: Any, found: Json) -> str | None:

@@ -1,22 +1,28 @@
-"""Reward from a judge model: asks an engine, and reads a score from its answer."""
+"""Reward from a judge model: asks an engine or a service, and reads a score from its answer."""
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from typing import Any, cast
 
 import numpy as np
 
 from rl_core.data import IntArray, Prompt
 from rl_core.errors import RolloutError, SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import PositiveInt, settings_record
+from rl_core.registry import unknown_name
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.answers import final_text
+from rl_rollout.rewards.judge_endpoint import JudgeAnswer, JudgeEndpoint
 from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.scorer import reward_input
 
-FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source|column:[^{}]+)\}")
+FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source|boundary|column:[^{}]+)\}")
 # "8/10", "8 out of 10" and "8 on a scale of 0-10" are scores of 8, followed by the scale.
 SCALE = re.compile(
     r"(?:(?<=\d)\s*/|(?<=\d)\s+(?:out\s+)?of\b|\bscale\s+(?:of|from)\b)\s*(?:(?:an?|the)\s+\w+\s+(?:of\s+)?)?"
@@ -32,6 +38,9 @@ NAMED = re.compile(
     re.IGNORECASE,
 )
 ASIDE = re.compile(r"\([^()]*\)")
+# A judge may quote the response, which may hold a score. Quotes without digits may be the keys of JSON.
+QUOTED = re.compile(r'"[^"\n]*"|\u201c[^\u201d\n]*\u201d|`[^`\n]*`|^[ \t]*>.*$', re.MULTILINE)
+DIGIT = re.compile(r"\d")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
@@ -65,19 +74,37 @@ class JudgeModel:
 
         return cls(engine=engine, encode=encode, decode=tokenizer.decode)
 
+    async def answers(
+        self, question: str, sampling: SamplingParams, *, num_samples: int, with_logprobs: bool
+    ) -> list[JudgeAnswer]:
+        """Ask the engine for several answers; `with_logprobs` is refused before.
+
+        Raises:
+            EngineError: The engine cannot serve the request.
+        """
+        ids = np.asarray(self.encode(question), dtype=np.int32)
+        request = GenerateRequest(input_ids=ids, sampling=sampling, num_samples=num_samples)
+        generations = await self.engine.generate(request)
+        texts = self.decode([generation.token_ids for generation in generations])
+        return [
+            JudgeAnswer(text=text, finish_reason=generation.finish_reason)
+            for text, generation in zip(texts, generations, strict=True)
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeReward:
     """A judge's score of a response, scaled so that `low` gives 0 and `high` gives 1.
 
-    The judge answers greedily unless temperature is above 0. The last match in the answer counts. An answer without a
-    score between low and high is a failure. So is a cut answer, because its verdict may be missing. Component: `score`,
-    as the judge gave it. The extras contain the judge's answer.
+    The judge answers greedily unless temperature is above 0. The last match in the answer counts, after the judge's
+    thinking. An answer without a score between low and high is a failure. So is a cut answer, because its verdict may
+    be missing. Component: `score`, as the judge gave it. The extras contain the judge's answer.
 
     Attributes:
-        model: The judge's engine and tokenizer. This is not a setting: the code that builds the reward passes it.
+        model: Options of JudgeEndpoint: `url`, `name` and others. Without them, the judge is the JudgeModel that the
+            code that builds the reward passes: in the trainers, the policy's engine.
         template: The question, with {prompt}, {response}, {ground_truth}, {data_source} and {column:NAME}; other braces
-            are literal.
+            are literal. {boundary} is 16 hex digits that the response cannot know, to enclose it.
         parse: "number" reads the last number that is named a score, such as in "Score: 9", or else the last one
             outside of parentheses; "yes_no" the last yes (`high`) or no (`low`). Anything else is a regular expression
             whose first group (or whole match) is a number.
@@ -89,9 +116,16 @@ class JudgeReward:
         seed: Sampling seed; None samples without one.
         max_response_characters: Maximum length of the response shown to the judge, in characters; the middle of a
             longer one is omitted.
+        num_samples: Number of answers, whose mean score counts; it needs a temperature above 0. Answers without a score
+            are left out if they are fewer than half. Component: `score_std`.
+        expected: Take the expected score under the probabilities of the answer's first token, which must be a score
+            from 0 to 9, or yes or no. At least half of the probability must be on scores. It needs a model behind a URL
+            that returns logprobs.
+
+    Source: expected scores are those of G-Eval, Liu et al. 2023, arXiv:2303.16634, section 2.
     """
 
-    model: JudgeModel
+    model: JudgeModel | JudgeEndpoint | Mapping[str, Any]
     template: str
     parse: str = "number"
     low: float = 0.0
@@ -101,6 +135,8 @@ class JudgeReward:
     temperature: float = 0.0
     seed: int | None = None
     max_response_characters: int = 100_000
+    num_samples: PositiveInt = 1
+    expected: bool = False
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -108,10 +144,22 @@ class JudgeReward:
         Raises:
             SettingsError: An option is invalid.
         """
-        if not isinstance(self.model, JudgeModel):
+        if isinstance(self.model, Mapping):
+            known = [one.name for one in fields(JudgeEndpoint) if one.init]
+            for name in sorted({*self.model} - {*known}):
+                raise SettingsError(unknown_name("option of the model of reward 'judge'", name, known))
+            object.__setattr__(self, "model", JudgeEndpoint(**self.model))
+        if not isinstance(self.model, JudgeModel | JudgeEndpoint):
             raise SettingsError(
-                "model of reward 'judge' must be a JudgeModel, which the program passes: "
+                "model of reward 'judge' must be a table with url and name, or a JudgeModel, which the program passes: "
                 f"build_scorer(options, parts={{'model': JudgeModel(...)}}); found {preview(self.model)}."
+            )
+        if self.num_samples > 1 and not self.temperature:
+            raise SettingsError("num_samples of reward 'judge' needs a temperature above 0: greedy answers are equal.")
+        if self.expected and not (isinstance(self.model, JudgeEndpoint) and self._token_scores()):
+            raise SettingsError(
+                "expected = true of reward 'judge' needs a model behind a url, and parse = 'yes_no', or 'number' with "
+                "low and high between 0 and 9, whose scores are single tokens."
             )
         if "{response}" not in self.template:
             raise SettingsError(f"template of reward 'judge' must have {{response}}; found {preview(self.template)}.")
@@ -146,21 +194,56 @@ class JudgeReward:
         Raises:
             NoScoreError: The answer was aborted or cut, or has no score between low and high.
             EngineError: The engine cannot serve the request.
+            RLError: As in `JudgeEndpoint.answers`.
         """
-        sampling = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
-        ids = np.asarray(self.model.encode(self.ask(given)), dtype=np.int32)
-        (generation,) = await self.model.engine.generate(GenerateRequest(input_ids=ids, sampling=sampling))
-        (answer,) = self.model.decode([generation.token_ids])
-        if generation.finish_reason == "abort":
-            raise NoScoreError(f"the judge's answer was aborted after {len(generation.token_ids)} tokens.")
-        if generation.finish_reason == "length" and not self.accept_cut:
+        sampling = SamplingParams(
+            max_tokens=1 if self.expected else self.max_tokens, temperature=self.temperature, seed=self.seed
+        )
+        answers = await cast(JudgeModel | JudgeEndpoint, self.model).answers(
+            self.ask(given), sampling, num_samples=self.num_samples, with_logprobs=self.expected
+        )
+        scores, failures = list[float](), list[NoScoreError]()
+        for answer in answers:
+            try:
+                scores.append(self._expected_score(answer) if self.expected else self._score_of(answer))
+            except NoScoreError as failure:
+                failures.append(failure)
+        if failures and len(failures) >= len(scores):
+            raise failures[0]
+        score = statistics.fmean(scores)
+        components = {"score": score} | ({"score_std": statistics.pstdev(scores)} if self.num_samples > 1 else {})
+        reward = (score - self.low) / (self.high - self.low)
+        return RewardResult(reward=reward, components=components, extras={"judge_answer": answers[-1].text[-2000:]})
+
+    def _score_of(self, answer: JudgeAnswer) -> float:
+        if answer.finish_reason == "abort":
+            raise NoScoreError(f"the judge's answer was aborted after {len(answer.text)} characters.")
+        if answer.finish_reason == "length" and not self.accept_cut:
             raise NoScoreError(
                 f"the judge's answer was cut at max_tokens = {self.max_tokens}; raise it, or set accept_cut = true "
-                f"to read cut answers. The answer ends: {preview(answer[-200:], max_characters=220)}."
+                f"to read cut answers. The answer ends: {preview(answer.text[-200:], max_characters=220)}."
             )
-        score = self.score_in(answer)
-        reward = (score - self.low) / (self.high - self.low)
-        return RewardResult(reward=reward, components={"score": score}, extras={"judge_answer": answer[-2000:]})
+        return self.score_in(final_text(answer.text))
+
+    def _expected_score(self, answer: JudgeAnswer) -> float:
+        scores = self._token_scores()
+        chances = [
+            (scores[token], p) for text, p in answer.first_tokens.items() if (token := text.strip().lower()) in scores
+        ]
+        total = sum(chance for _, chance in chances)
+        if total < 0.5:
+            raise NoScoreError(
+                f"only {total:.0%} of the probability of the judge's first token is on scores; it answers "
+                f"{preview(answer.text)}. Ask in the template for the score alone."
+            )
+        return sum(score * chance for score, chance in chances) / total
+
+    def _token_scores(self) -> dict[str, float]:
+        """Return the score of each token that is one, in lower case; empty if scores are not single tokens."""
+        if self.parse == "yes_no":
+            return {"yes": self.high, "no": self.low}
+        is_digits = self.parse == "number" and self.low >= 0 and self.high <= 9
+        return {str(digit): float(digit) for digit in range(10) if is_digits and self.low <= digit <= self.high}
 
     def ask(self, given: RewardInput) -> str:
         """Return the question to the judge. Fields of the template are not replaced inside the response.
@@ -174,6 +257,7 @@ class JudgeReward:
             "response": _middle_out(given.response_text, max_characters=self.max_response_characters),
             "ground_truth": str(given.ground_truth),
             "data_source": given.data_source,
+            "boundary": sha256(given.response_text.encode("utf-8", "replace")).hexdigest()[:16],
         }
 
         def value(match: re.Match[str]) -> str:
@@ -211,9 +295,9 @@ class JudgeReward:
 
 
 def _numbers(answer: str) -> list[re.Match[str]]:
-    """Return the numbers that may be the score: those named as one, or all outside of parentheses, or all."""
+    """Return the numbers that may be the score: those named as one, or all outside of parentheses and quotes, or all."""
     answer = SCALE.sub(" ", answer)
-    words = ASIDE.sub(" ", answer)
+    words = ASIDE.sub(" ", QUOTED.sub(lambda quote: " " if DIGIT.search(quote[0]) else quote[0], answer))
     for text in (words, answer):
         if named := [found for name in NAMED.finditer(text) if (found := NUMBER.match(text, name.end()))]:
             return named

@@ -1,13 +1,14 @@
 """Rules that compare text or count tokens, in microseconds."""
 
 import re
-from decimal import Decimal
+from decimal import Decimal, Overflow, localcontext
 from typing import Any, ClassVar
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveInt, settings_record
+from rl_rollout.rewards.answers import tagged_answer
 from rl_rollout.rewards.outputs import preview
-from rl_rollout.rewards.protocol import RewardInput, quick
+from rl_rollout.rewards.protocol import RewardInput, RewardResult, quick
 
 # A minus is a sign unless it subtracts: "5-3" ends in 3, "= -3" in -3.
 # Suffixes that change the value of the digits before them: powers, indices and fractions, as single characters or as
@@ -36,20 +37,93 @@ NUMBER = re.compile(
     rf"(?P<script>{SCRIPT})?"
 )
 DIGITS = re.compile(r"[\d.]+")
+MAX_PREDICTION = 200
+"""Maximum length of a prediction for majority votes, in characters."""
+
+
+@settings_record
+class ExactMatch:
+    """1 if the response equals the ground truth, ignoring spaces at both ends, else 0.
+
+    The extra `pred` is the answer, for majority votes.
+
+    Attributes:
+        tag: Compare only the text in `<tag>...</tag>`, which must occur once after the thinking; empty compares the
+            whole response, with its thinking.
+        ignore_case: Ignore the case of letters.
+    """
+
+    is_quick: ClassVar[bool] = True
+    tag: str = ""
+    ignore_case: bool = False
+
+    def __call__(self, given: RewardInput) -> RewardResult:
+        """Score one response."""
+        found = tagged_answer(given.final_text, self.tag) if self.tag else given.response_text.strip()
+        expected = str(given.ground_truth).strip()
+        if found is not None and self.ignore_case:
+            found, expected = found.casefold(), expected.casefold()
+        return voted(float(found == expected), found)
+
+
+@settings_record
+class NumberMatch:
+    """1 if the last number after the response's thinking equals the ground truth's last number, else 0.
+
+    With a tolerance, it may differ by `absolute`, or by `relative` times the ground truth, whichever is more. The extra
+    `pred` is the number, for majority votes.
+
+    Attributes:
+        relative: Accepted difference as a share of the ground truth.
+        absolute: Accepted difference.
+        tag: Read only the text in `<tag>...</tag>`, which must occur once after the thinking.
+    """
+
+    is_quick: ClassVar[bool] = True
+    relative: NonNegativeFloat = 0.0
+    absolute: NonNegativeFloat = 0.0
+    tag: str = ""
+
+    def __call__(self, given: RewardInput) -> RewardResult:
+        """Score one response.
+
+        Raises:
+            DataError: The ground truth has no plain number.
+        """
+        expected = last_number(str(given.ground_truth))
+        if expected is None:
+            raise DataError(
+                f"the ground truth must have a number in digits for number_match; found {preview(given.ground_truth)}. "
+                "Repair the row, or use math_verify for fractions and expressions."
+            )
+        text = tagged_answer(given.final_text, self.tag) if self.tag else given.final_text
+        found = last_number(text or "")
+        is_right = found is not None and (found == expected or self._is_close(found, expected))
+        return voted(float(is_right), None if found is None else f"{found:f}"[:MAX_PREDICTION])
+
+    def _is_close(self, found: Decimal, expected: Decimal) -> bool:
+        with localcontext() as context:
+            context.traps[Overflow] = False  # a number of a million digits is wrong, and no fault
+            allowed = max(Decimal(str(self.absolute)), Decimal(str(self.relative)) * abs(expected))
+            return abs(found - expected) <= allowed
 
 
 @quick
 def exact_match(given: RewardInput) -> float:
     """Return 1 if the response equals the ground truth, ignoring spaces at both ends."""
-    return float(given.response_text.strip() == str(given.ground_truth).strip())
+    return ExactMatch()(given).reward
 
 
 @quick
 def number_match(given: RewardInput) -> float:
     """Return 1 if the last number after the response's thinking equals the ground truth's last number."""
-    found = last_number(given.final_text)
-    expected = last_number(str(given.ground_truth))
-    return float(found is not None and found == expected)
+    return NumberMatch()(given).reward
+
+
+def voted(reward: float, prediction: str | None) -> RewardResult:
+    """Return a reward of 0 or 1, with the prediction for majority votes if there is one, and not too long."""
+    has_vote = prediction is not None and len(prediction) <= MAX_PREDICTION
+    return RewardResult(reward=reward, extras={"pred": prediction} if has_vote else {})
 
 
 def last_number(text: str) -> Decimal | None:
