@@ -3,19 +3,19 @@
 import re
 from typing import ClassVar
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError
 from rl_core.record_fields import settings_record
-from rl_rollout.rewards.answers import ANCHOR, MAX_TAIL, boxed_answer, tagged_answer
+from rl_rollout.rewards.answers import ANCHOR, MAX_TAIL, boxed_answer
 from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
-from rl_rollout.rewards.rules import voted
+from rl_rollout.rewards.rules import final_or_tagged, voted
 
 NAMED = re.compile(
     ANCHOR.pattern + r"|\b(?:correct|right|best|final)\s+(?:option|choice)\b[*_\s)]*(?:is\b|[:=])[*_:=\s]*"
 )
 LETTER = re.compile(
     r"(?:[\s*_$`\"'(\[{]|\\(?:text|mathrm|mathbf|textbf)\b|(?i:option|choice)\s)*+"
-    r"(?P<letter>[A-Za-z])(?![^\W_]|['\u2019+#-]\w)(?P<closed>[ \t)\]}*_$`\"']*+)"
+    r"(?P<letter>[A-Ja-j])(?![^\W_]|['\u2019+#-]\w)(?P<closed>[ \t)\]}*_$`\"']*+)"
 )
 ALONE = re.compile(r"[ \t.)\]}*_$`\"'\\]*(?:\n|\Z)")
 # What may follow a letter without marks: punctuation or a reason, but no prose, as after "A good idea".
@@ -23,53 +23,40 @@ AFTER = re.compile(r"\Z|[\n.,:;(\u2013\u2014\\]|-\s|(?:because|since|as|which|is
 # Another letter: "A or B", "A, B", "A (or maybe B)"; and in the next line of a list, "A) ...", "B) ...".
 ANOTHER = re.compile(
     r"[\s(]*(?:(?:[,;/|&+]|and\b|or\b)\s*)+(?:(?:also|maybe|perhaps|possibly|even|option|choice)\s+)*[(\[*_$`\"']*"
-    r"(?!I\s+[a-z])[A-Z](?![^\W_]|['\u2019])"
+    r"(?!I\s+[a-z])[A-J](?![^\W_]|['\u2019])"
 )
-LISTED = re.compile(r"[^\S\n]*([).:])[^\n]{0,300}\n\s*[(*]*[A-Z]\1")
+LISTED = re.compile(r"[^\S\n]*([).:])[^\n]{0,300}\n\s*[(*]*[A-J]\1")
 
 
 @settings_record
 class Choice:
-    """1 if the response chooses the ground truth's letter, else 0.
+    r"""1 if the response chooses the ground truth's letter, from A to J, else 0.
 
-    The letter is the content of the last `\\boxed{}` after the thinking, or what follows the last "answer is" or
+    The letter is the content of the last `\boxed{}` after the thinking, or what follows the last "answer is" or
     "Answer:", or else all of the response or of its last line. A letter in prose, as in "A good idea", is none, and two
     letters, as in "A or B", are none. The extra `pred` is the letter, for majority votes.
 
     Attributes:
-        letters: Letters of the options.
         tag: Read only the text in `<tag>...</tag>`, which must occur once after the thinking.
     """
 
     is_quick: ClassVar[bool] = True
-    letters: str = "ABCDEFGHIJ"
     tag: str = ""
-
-    def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            SettingsError: The letters are not different capitals.
-        """
-        if not re.fullmatch(r"[A-Z]{2,}", self.letters) or len({*self.letters}) < len(self.letters):
-            raise SettingsError(f"letters of reward 'choice' must be different capitals; found {self.letters!r}.")
 
     def __call__(self, given: RewardInput) -> RewardResult:
         """Score one response.
 
         Raises:
-            DataError: The ground truth is not one of the letters.
+            DataError: The ground truth is not such a letter.
         """
-        expected = str(given.ground_truth).strip().strip("().").upper()
-        if len(expected) != 1 or expected not in self.letters:
+        gold = re.fullmatch(r"\(?([A-Ja-j])[).]{0,2}", str(given.ground_truth).strip())
+        if gold is None:
             raise DataError(
-                f"the ground truth must be one letter of {self.letters} for the reward 'choice'; found "
-                f"{preview(given.ground_truth)}. Repair the row, or set letters."
+                f"the ground truth of a choice must be a letter from A to J; found {preview(given.ground_truth)}. "
+                "Repair the row."
             )
-        text = tagged_answer(given.final_text, self.tag) if self.tag else given.final_text
-        found = chosen_letter(text or "")
-        found = found if found in [*self.letters] else None
-        return voted(float(found == expected), found)
+        found = chosen_letter(final_or_tagged(given, self.tag))
+        return voted(float(found == gold[1].upper()), found)
 
 
 def chosen_letter(text: str) -> str | None:

@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, cast
 
@@ -13,11 +13,10 @@ import numpy as np
 from rl_core.data import IntArray, Prompt
 from rl_core.errors import RolloutError, SettingsError
 from rl_core.record_fields import PositiveInt, settings_record
-from rl_core.registry import unknown_name
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.answers import final_text
-from rl_rollout.rewards.judge_endpoint import JudgeAnswer, JudgeEndpoint
+from rl_rollout.rewards.judge_endpoint import JudgeEndpoint
 from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.scorer import reward_input
@@ -40,7 +39,6 @@ NAMED = re.compile(
 ASIDE = re.compile(r"\([^()]*\)")
 # A judge may quote the response, which may hold a score. Quotes without digits may be the keys of JSON.
 QUOTED = re.compile(r'"[^"\n]*"|\u201c[^\u201d\n]*\u201d|`[^`\n]*`|^[ \t]*>.*$', re.MULTILINE)
-DIGIT = re.compile(r"\d")
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
@@ -74,22 +72,17 @@ class JudgeModel:
 
         return cls(engine=engine, encode=encode, decode=tokenizer.decode)
 
-    async def answers(
-        self, question: str, sampling: SamplingParams, *, num_samples: int, with_logprobs: bool
-    ) -> list[JudgeAnswer]:
-        """Ask the engine for several answers; `with_logprobs` is refused before.
+    async def answers(self, question: str, sampling: SamplingParams, *, num_samples: int) -> list[tuple[str, str]]:
+        """Return the texts and finish reasons of the engine's answers.
 
         Raises:
             EngineError: The engine cannot serve the request.
         """
         ids = np.asarray(self.encode(question), dtype=np.int32)
         request = GenerateRequest(input_ids=ids, sampling=sampling, num_samples=num_samples)
-        generations = await self.engine.generate(request)
-        texts = self.decode([generation.token_ids for generation in generations])
-        return [
-            JudgeAnswer(text=text, finish_reason=generation.finish_reason)
-            for text, generation in zip(texts, generations, strict=True)
-        ]
+        found = await self.engine.generate(request)
+        texts = self.decode([generation.token_ids for generation in found])
+        return [(text, generation.finish_reason) for text, generation in zip(texts, found, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +111,6 @@ class JudgeReward:
             longer one is omitted.
         num_samples: Number of answers, whose mean score counts; it needs a temperature above 0. Answers without a score
             are left out if they are fewer than half. Component: `score_std`.
-        expected: Take the expected score under the probabilities of the answer's first token, which must be a score
-            from 0 to 9, or yes or no. At least half of the probability must be on scores. It needs a model behind a URL
-            that returns logprobs.
-
-    Source: expected scores are those of G-Eval, Liu et al. 2023, arXiv:2303.16634, section 2.
     """
 
     model: JudgeModel | JudgeEndpoint | Mapping[str, Any]
@@ -136,7 +124,6 @@ class JudgeReward:
     seed: int | None = None
     max_response_characters: int = 100_000
     num_samples: PositiveInt = 1
-    expected: bool = False
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -145,9 +132,6 @@ class JudgeReward:
             SettingsError: An option is invalid.
         """
         if isinstance(self.model, Mapping):
-            known = [one.name for one in fields(JudgeEndpoint) if one.init]
-            for name in sorted({*self.model} - {*known}):
-                raise SettingsError(unknown_name("option of the model of reward 'judge'", name, known))
             object.__setattr__(self, "model", JudgeEndpoint(**self.model))
         if not isinstance(self.model, JudgeModel | JudgeEndpoint):
             raise SettingsError(
@@ -156,11 +140,6 @@ class JudgeReward:
             )
         if self.num_samples > 1 and not self.temperature:
             raise SettingsError("num_samples of reward 'judge' needs a temperature above 0: greedy answers are equal.")
-        if self.expected and not (isinstance(self.model, JudgeEndpoint) and self._token_scores()):
-            raise SettingsError(
-                "expected = true of reward 'judge' needs a model behind a url, and parse = 'yes_no', or 'number' with "
-                "low and high between 0 and 9, whose scores are single tokens."
-            )
         if "{response}" not in self.template:
             raise SettingsError(f"template of reward 'judge' must have {{response}}; found {preview(self.template)}.")
         if not -math.inf < self.low < self.high < math.inf:
@@ -196,54 +175,31 @@ class JudgeReward:
             EngineError: The engine cannot serve the request.
             RLError: As in `JudgeEndpoint.answers`.
         """
-        sampling = SamplingParams(
-            max_tokens=1 if self.expected else self.max_tokens, temperature=self.temperature, seed=self.seed
-        )
-        answers = await cast(JudgeModel | JudgeEndpoint, self.model).answers(
-            self.ask(given), sampling, num_samples=self.num_samples, with_logprobs=self.expected
-        )
+        sampling = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
+        model = cast(JudgeModel | JudgeEndpoint, self.model)
+        answers = await model.answers(self.ask(given), sampling, num_samples=self.num_samples)
         scores, failures = list[float](), list[NoScoreError]()
-        for answer in answers:
+        for text, finish_reason in answers:
             try:
-                scores.append(self._expected_score(answer) if self.expected else self._score_of(answer))
+                scores.append(self._score_of(text, finish_reason))
             except NoScoreError as failure:
                 failures.append(failure)
-        if failures and len(failures) >= len(scores):
+        if len(failures) >= max(len(scores), 1):
             raise failures[0]
         score = statistics.fmean(scores)
         components = {"score": score} | ({"score_std": statistics.pstdev(scores)} if self.num_samples > 1 else {})
         reward = (score - self.low) / (self.high - self.low)
-        return RewardResult(reward=reward, components=components, extras={"judge_answer": answers[-1].text[-2000:]})
+        return RewardResult(reward=reward, components=components, extras={"judge_answer": answers[-1][0][-2000:]})
 
-    def _score_of(self, answer: JudgeAnswer) -> float:
-        if answer.finish_reason == "abort":
-            raise NoScoreError(f"the judge's answer was aborted after {len(answer.text)} characters.")
-        if answer.finish_reason == "length" and not self.accept_cut:
+    def _score_of(self, answer: str, finish_reason: str) -> float:
+        if finish_reason == "abort":
+            raise NoScoreError(f"the judge's answer was aborted after {len(answer)} characters.")
+        if finish_reason == "length" and not self.accept_cut:
             raise NoScoreError(
                 f"the judge's answer was cut at max_tokens = {self.max_tokens}; raise it, or set accept_cut = true "
-                f"to read cut answers. The answer ends: {preview(answer.text[-200:], max_characters=220)}."
+                f"to read cut answers. The answer ends: {preview(answer[-200:], max_characters=220)}."
             )
-        return self.score_in(final_text(answer.text))
-
-    def _expected_score(self, answer: JudgeAnswer) -> float:
-        scores = self._token_scores()
-        chances = [
-            (scores[token], p) for text, p in answer.first_tokens.items() if (token := text.strip().lower()) in scores
-        ]
-        total = sum(chance for _, chance in chances)
-        if total < 0.5:
-            raise NoScoreError(
-                f"only {total:.0%} of the probability of the judge's first token is on scores; it answers "
-                f"{preview(answer.text)}. Ask in the template for the score alone."
-            )
-        return sum(score * chance for score, chance in chances) / total
-
-    def _token_scores(self) -> dict[str, float]:
-        """Return the score of each token that is one, in lower case; empty if scores are not single tokens."""
-        if self.parse == "yes_no":
-            return {"yes": self.high, "no": self.low}
-        is_digits = self.parse == "number" and self.low >= 0 and self.high <= 9
-        return {str(digit): float(digit) for digit in range(10) if is_digits and self.low <= digit <= self.high}
+        return self.score_in(final_text(answer))
 
     def ask(self, given: RewardInput) -> str:
         """Return the question to the judge. Fields of the template are not replaced inside the response.
@@ -295,9 +251,9 @@ class JudgeReward:
 
 
 def _numbers(answer: str) -> list[re.Match[str]]:
-    """Return the numbers that may be the score: those named as one, or all outside of parentheses and quotes, or all."""
+    """Return the numbers that may be the score: those named as one, or all outside of parentheses or quotes, or all."""
     answer = SCALE.sub(" ", answer)
-    words = ASIDE.sub(" ", QUOTED.sub(lambda quote: " " if DIGIT.search(quote[0]) else quote[0], answer))
+    words = ASIDE.sub(" ", QUOTED.sub(lambda quote: " " if any(map(str.isdigit, quote[0])) else quote[0], answer))
     for text in (words, answer):
         if named := [found for name in NAMED.finditer(text) if (found := NUMBER.match(text, name.end()))]:
             return named

@@ -1,12 +1,11 @@
 """Rules that compare text or count tokens, in microseconds."""
 
 import re
-from decimal import Decimal, Overflow, localcontext
+from decimal import Decimal, localcontext
 from typing import Any, ClassVar
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveInt, settings_record
-from rl_rollout.rewards.answers import tagged_answer
 from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult, quick
 
@@ -59,11 +58,9 @@ class ExactMatch:
 
     def __call__(self, given: RewardInput) -> RewardResult:
         """Score one response."""
-        found = tagged_answer(given.final_text, self.tag) if self.tag else given.response_text.strip()
-        expected = str(given.ground_truth).strip()
-        if found is not None and self.ignore_case:
-            found, expected = found.casefold(), expected.casefold()
-        return voted(float(found == expected), found)
+        texts = final_or_tagged(given, self.tag) if self.tag else given.response_text, str(given.ground_truth)
+        found, expected = (text.strip().casefold() if self.ignore_case else text.strip() for text in texts)
+        return voted(float(found == expected and bool(found or not self.tag)), found)
 
 
 @settings_record
@@ -93,19 +90,16 @@ class NumberMatch:
         expected = last_number(str(given.ground_truth))
         if expected is None:
             raise DataError(
-                f"the ground truth must have a number in digits for number_match; found {preview(given.ground_truth)}. "
-                "Repair the row, or use math_verify for fractions and expressions."
+                f"the ground truth must have a number for number_match; found {preview(given.ground_truth)}. Repair "
+                "the row, or use math_verify, which reads fractions and expressions."
             )
-        text = tagged_answer(given.final_text, self.tag) if self.tag else given.final_text
-        found = last_number(text or "")
-        is_right = found is not None and (found == expected or self._is_close(found, expected))
-        return voted(float(is_right), None if found is None else f"{found:f}"[:MAX_PREDICTION])
-
-    def _is_close(self, found: Decimal, expected: Decimal) -> bool:
-        with localcontext() as context:
-            context.traps[Overflow] = False  # a number of a million digits is wrong, and no fault
+        found = last_number(final_or_tagged(given, self.tag))
+        if found is None:
+            return voted(0.0, None)
+        with localcontext(traps=[]):  # a number of a million digits is wrong, and no fault
             allowed = max(Decimal(str(self.absolute)), Decimal(str(self.relative)) * abs(expected))
-            return abs(found - expected) <= allowed
+            is_right = found == expected or abs(found - expected) <= allowed
+            return voted(float(is_right), str(found.normalize()))
 
 
 @quick
@@ -120,9 +114,17 @@ def number_match(given: RewardInput) -> float:
     return NumberMatch()(given).reward
 
 
+def final_or_tagged(given: RewardInput, tag: str) -> str:
+    """Return the text after the thinking; with a tag, what its only `<tag>...</tag>` holds, or empty."""
+    text, opening, closing = given.final_text, f"<{tag}>", f"</{tag}>"
+    if tag and (text.count(opening), text.count(closing)) != (1, 1):
+        return ""
+    return text.partition(opening)[2].partition(closing)[0] if tag else text
+
+
 def voted(reward: float, prediction: str | None) -> RewardResult:
-    """Return a reward of 0 or 1, with the prediction for majority votes if there is one, and not too long."""
-    has_vote = prediction is not None and len(prediction) <= MAX_PREDICTION
+    """Return a reward with the prediction for majority votes, if there is one that is not too long."""
+    has_vote = prediction and len(prediction) <= MAX_PREDICTION
     return RewardResult(reward=reward, extras={"pred": prediction} if has_vote else {})
 
 
