@@ -214,7 +214,5 @@ def test_number_match():
     assert number_match(response("it is 1,018", "1018")) == 1.0
     assert number_match(response("18 or 19", "18")) == 0.0
     assert number_match(response("no idea", "18")) == 0.0
-    with pytest.raises(
-        DataError, match=r"must have a number for number_match; found 'one half'\. Repair the row"
-    ):
+    with pytest.raises(DataError, match=r"must have a number for number_match; found 'one half'\. Repair the row"):
         number_match(response("no idea", "one half"))

@@ -36,7 +36,7 @@ class JudgeEndpoint(HttpService):
     owner: ClassVar[str] = "the model of reward 'judge'"
     kind: ClassVar[str] = "the judge at"
     name: str
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: PositiveFloat = 30.0
     max_requests: PositiveInt | None = None
     extra_body: Mapping[str, Json] = field(default_factory=dict)
     sent: Counter[str] = field(init=False, repr=False, compare=False, default_factory=Counter)
