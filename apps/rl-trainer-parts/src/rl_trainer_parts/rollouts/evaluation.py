@@ -16,7 +16,7 @@ from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.settings.schema import Settings
 
-ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
+ZERO_OR_ONE = ("choice", "exact_match", "number_match", "math_verify")
 """Built-in rewards whose mean is an accuracy."""
 
 TESTING = "timing_s/testing"
