@@ -28,7 +28,8 @@ class MathVerify:
     The answer is the content of the last `\boxed{}` after the response's thinking, or else what `final_answer` finds.
     Numbers in digits are compared exactly, equations as equations, and other expressions with the library, at several
     points. A comparison that takes longer than timeout_s counts as wrong, with the component `math_verify_timed_out` =
-    1. The extra `pred` is the answer, for majority votes. Worker processes start at the first use and always end with this process.
+    1. The extra `pred` is the answer, for majority votes. Worker processes start at the first use and always end with
+    this process.
     """
 
     @converts_arguments
