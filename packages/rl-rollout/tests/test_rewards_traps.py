@@ -294,8 +294,8 @@ def test_a_response_scores_what_it_deserves(grader, trap):
     ("grader", "truth", "message"),
     [
         ("number_match", "1/3", "must have a number for number_match; found '1/3'. Repair the row, or use math_verify"),
-        ("choice", "AB", "must be a letter from A to J; found 'AB'"),
-        ("choice", 0, "must be a letter from A to J; found 0"),
+        ("choice", "AB", "must be a letter, A to J; found 'AB'"),
+        ("choice", 0, "must be a letter, A to J; found 0"),
         ("json_fields", None, "must be JSON with fields; found None"),
         ("json_fields", "[1]", "must be JSON with fields"),
         ("json_fields", "{", "must be JSON with fields"),
@@ -315,8 +315,8 @@ def test_a_row_without_a_named_field_is_named():
 @pytest.mark.parametrize(
     ("grader", "options", "message"),
     [
-        ("format", {}, "needs either tags or a pattern; found neither"),
-        ("format", {"tags": ["a"], "pattern": "b"}, "needs either tags or a pattern; found both"),
+        ("format", {}, "needs tags or a pattern; found neither"),
+        ("format", {"tags": ["a"], "pattern": "b"}, "needs tags or a pattern; found both"),
         ("format", {"pattern": "("}, "pattern of reward 'format' is no regular expression: missing"),
         ("language", {"scripts": ["latn"]}, "unknown script of reward 'language' 'latn'. Did you mean 'latin'?"),
         ("language", {"scripts": []}, "scripts of LanguageReward must be"),

@@ -49,12 +49,10 @@ class Choice:
         Raises:
             DataError: The ground truth is not such a letter.
         """
-        gold = re.fullmatch(r"\(?([A-Ja-j])[).]{0,2}", str(given.ground_truth).strip())
+        truth = given.ground_truth
+        gold = re.fullmatch(r"\(?([A-Ja-j])[).]{0,2}", str(truth).strip())
         if gold is None:
-            raise DataError(
-                f"the ground truth of a choice must be a letter from A to J; found {preview(given.ground_truth)}. "
-                "Repair the row."
-            )
+            raise DataError(f"the ground truth must be a letter, A to J; found {preview(truth)}. Repair the row.")
         found = chosen_letter(final_or_tagged(given, self.tag))
         return voted(float(found == gold[1].upper()), found)
 

@@ -46,8 +46,7 @@ class FormatReward:
             SettingsError: The pattern is invalid, or there are not either tags or a pattern.
         """
         if bool(self.tags) == bool(self.pattern):
-            found = "both" if self.tags else "neither"
-            raise SettingsError(f"reward 'format' needs either tags or a pattern; found {found}.")
+            raise SettingsError(f"reward 'format' needs tags or a pattern; found {'both' if self.tags else 'neither'}.")
         try:
             re.compile(self.pattern)
         except re.error as error:

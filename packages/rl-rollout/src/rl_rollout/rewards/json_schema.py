@@ -142,11 +142,8 @@ class JsonFields:
         values = found if isinstance(found, dict) else {}
         wrong = [name for name in names if name not in values or not self._is_equal(values[name], row[name])]
         reward = 1.0 - len(wrong) / len(names) if self.is_fractional else float(not wrong)
-        return RewardResult(
-            reward=reward,
-            components={"parsed": float(isinstance(found, dict))},
-            extras={"wrong_fields": wrong} if wrong else {},
-        )
+        components = {"parsed": float(isinstance(found, dict))}
+        return RewardResult(reward=reward, components=components, extras={"wrong_fields": wrong} if wrong else {})
 
     def _is_equal(self, found: Any, expected: Any) -> bool:
         """Compare values of JSON. The ground truth bounds the depth."""

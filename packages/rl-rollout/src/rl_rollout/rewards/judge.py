@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -113,7 +113,7 @@ class JudgeReward:
             are left out if they are fewer than half. Component: `score_std`.
     """
 
-    model: JudgeModel | JudgeEndpoint | Mapping[str, Any]
+    model: Any  # JudgeModel, JudgeEndpoint or its options
     template: str
     parse: str = "number"
     low: float = 0.0
@@ -176,8 +176,7 @@ class JudgeReward:
             RLError: As in `JudgeEndpoint.answers`.
         """
         sampling = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
-        model = cast(JudgeModel | JudgeEndpoint, self.model)
-        answers = await model.answers(self.ask(given), sampling, num_samples=self.num_samples)
+        answers = await self.model.answers(self.ask(given), sampling, num_samples=self.num_samples)
         scores, failures = list[float](), list[NoScoreError]()
         for text, finish_reason in answers:
             try:

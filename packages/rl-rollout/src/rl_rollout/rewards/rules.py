@@ -1,7 +1,7 @@
 """Rules that compare text or count tokens, in microseconds."""
 
 import re
-from decimal import Decimal, localcontext
+from decimal import Context, Decimal, localcontext
 from typing import Any, ClassVar
 
 from rl_core.errors import DataError, SettingsError
@@ -96,7 +96,7 @@ class NumberMatch:
         found = last_number(final_or_tagged(given, self.tag))
         if found is None:
             return voted(0.0, None)
-        with localcontext(traps=[]):  # a number of a million digits is wrong, and no fault
+        with localcontext(Context(traps=[])):  # a number of a million digits is wrong, and no fault
             allowed = max(Decimal(str(self.absolute)), Decimal(str(self.relative)) * abs(expected))
             is_right = found == expected or abs(found - expected) <= allowed
             return voted(float(is_right), str(found.normalize()))
