@@ -3,13 +3,12 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
-from rl_core import TransferQueue
+from rl_core import Prompt, Trajectory, TransferQueue
 from rl_core.errors import NotReadyError
 from rl_core.gpus import gpu_use_of
 from rl_metrics.reductions import (
@@ -35,6 +34,7 @@ from rl_trainer_parts.rollouts.evaluation import answer_problems
 from rl_trainer_parts.rollouts.inputs import read_tokenizer
 from rl_trainer_parts.rollouts.setup import open_rollout, put_trajectories, sampling_params
 from rl_trainer_parts.rollouts.skip_cache import groupwise_cache
+from rl_trainer_parts.rollouts.teacher_prompts import TeacherPrompts
 
 FAILED_STEPS = 2
 """Consecutive failed groups that stop a run, in steps; on policy, one step whose groups all fail stops it too."""
@@ -66,7 +66,12 @@ class RunRollouter(Rollouter):
             deadline_s=settings.rollout.deadline_s,
             max_failures=FAILED_STEPS * settings.rollout.prompts_per_step,
         )
-        super().__init__(queue, options, put=partial(put_trajectories, queue, settings))
+        self._teacher_prompts: TeacherPrompts | None = None
+
+        def put(pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
+            put_trajectories(queue, settings, pairs, teacher_prompts=self._teacher_prompts)
+
+        super().__init__(queue, options, put=put)
         self._settings = settings
         self._log_directory = log_directory
         self._prompts_digest = prompts_digest
@@ -82,6 +87,7 @@ class RunRollouter(Rollouter):
         """
         settings = self._settings
         tokenizer = read_tokenizer(settings)
+        self._teacher_prompts = TeacherPrompts.of(settings, tokenizer)
         self.refusals = make_refusals(settings)
         self.engine = self.make_engine()
         await start_within(self.engine, settings)

@@ -20,11 +20,17 @@ from rl_rollout.engines import max_positions
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.mixtures import model_config
-from rl_trainer_parts.learning.objective import has_policy_gradient, learns_from_rewards, objective_options
+from rl_trainer_parts.learning.objective import (
+    has_policy_gradient,
+    learns_from_rewards,
+    objective_options,
+    teaches_itself,
+)
 from rl_trainer_parts.learning.start_learners import rank_pool
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
 from rl_trainer_parts.rollouts.setup import text_options
+from rl_trainer_parts.rollouts.teacher_prompts import TeacherPrompts
 from rl_trainer_parts.settings.fields import problems_of, with_value
 from rl_trainer_parts.settings.schema import Settings
 
@@ -47,6 +53,8 @@ def distillation_problems(settings: Settings) -> Iterator[str]:
         )
     yield from _unused(settings)
     yield from _texts(settings)
+    if teaches_itself(settings):
+        yield from _self_teacher(settings)
     if not found:
         yield from _pools(settings)
 
@@ -99,6 +107,24 @@ def _texts(settings: Settings) -> Iterator[str]:
             yield f"{column} generates no rollouts, so {name} has no effect. Leave it out."
     if settings.algorithm.old_logprobs == "recompute":
         yield f'{column} needs algorithm.old_logprobs = "rollout"; found "recompute".'
+
+
+OWN_PROMPTS = ("tools", "agent", "verifiers")
+"""Loops that render prompts themselves."""
+
+
+def _self_teacher(settings: Settings) -> Iterator[str]:
+    """Problems of a policy that is its own teacher."""
+    chosen, loop = settings.distillation, settings.rollout.loop
+    if chosen.self_teacher.prompts and loop in OWN_PROMPTS:
+        yield (
+            f'distillation.self_teacher.prompts replaces the prompts of the data, but rollout.loop = "{loop}" renders '
+            'its own. Use "single_turn" or "environment", or omit prompts.'
+        )
+    with contextlib.suppress(SettingsError, DataError, OSError, ValueError):  # other checks report it
+        size = model_config(settings.policy.path, settings.policy.backend).vocab_size
+        if chosen.num_top > size:
+            yield f"distillation.top_k = {chosen.num_top} exceeds the policy's vocabulary of {size} tokens. Lower it."
 
 
 def _pools(settings: Settings) -> Iterator[str]:
@@ -190,7 +216,7 @@ def _vocabulary(settings: Settings, config: PolicyConfig, student: PolicyConfig 
 
 
 def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iterable[Prompt]) -> None:
-    """Check that teachers' tokenizers, routes and texts fit the run.
+    """Check that teachers' tokenizers, routes, prompts and texts fit the run.
 
     Args:
         settings: Settings that passed `check_settings`.
@@ -199,12 +225,14 @@ def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iter
 
     Raises:
         SettingsError: Each line names a teacher, or a route without a teacher.
-        DataError: A prompt lacks its text, or all are too long.
+        DataError: A prompt lacks its text or a column, or texts are too long.
     """
     chosen = settings.distillation
     texts = text_options(settings, tokenizer)
     if texts is not None:
         count_texts(prompts, texts, encode=partial(tokenizer.encode, add_special_tokens=False))
+    if (teacher_prompts := TeacherPrompts.of(settings, tokenizer)) is not None:
+        teacher_prompts.check(prompts)
     if not chosen.teachers:
         return
     found: list[str] = []

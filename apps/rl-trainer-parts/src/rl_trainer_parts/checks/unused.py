@@ -109,6 +109,19 @@ RULES = (
         when=lambda s: s.distillation.is_on and s.distillation.loss != "js",
         because='unless distillation.loss = "js"',
     ),
+    unused_with(
+        "distillation.self_teacher.model", [None, "policy", "reference"], "distillation.self_teacher.average_decay"
+    ),
+    Unused(
+        names=("distillation.self_teacher.min_reward",),
+        when=lambda s: not any("{best_response}" in one for one in s.distillation.self_teacher.prompts),
+        because="without {best_response} in distillation.self_teacher.prompts",
+    ),
+    Unused(
+        names=("distillation.route_by", "distillation.deadline_s", "distillation.start_deadline_s"),
+        when=lambda s: s.distillation.self_teacher.model is not None,
+        because="with distillation.self_teacher.model, which scores in the learner",
+    ),
     Unused(
         names=("distillation.tail", "distillation.top_k"),
         when=lambda s: s.distillation.is_on and not s.distillation.num_top,

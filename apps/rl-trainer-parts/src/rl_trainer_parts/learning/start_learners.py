@@ -38,14 +38,24 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
     learner = replace(settings.optimizer, image_folder=settings.image_folder)
     try:
         backend = settings.policy.backend
-        policy = MegatronLearner(settings.policy.path, learner, ranks=ranks, backend=backend, lora=settings.lora)
+        teacher = settings.distillation.self_teacher
+        policy = MegatronLearner(
+            settings.policy.path,
+            learner,
+            ranks=ranks,
+            backend=backend,
+            lora=settings.lora,
+            average_decay=teacher.average_decay if teacher.model == "average" else 0.0,
+        )
         reference = critic = None
-        if settings.algorithm.kl_coefficient:
+        if needs_reference(settings):
             reference = (
                 policy.reference()  # the policy's own base, without its adapter
                 if settings.lora.rank
                 else MegatronReference(settings.policy.path, learner, ranks=ranks, backend=backend)
             )
+        if teacher.model == "reference" and settings.distillation.needs_hidden and not settings.lora.rank:
+            policy.load_teacher_heads([settings.policy.path])
         if needs_critic(settings):
             chosen = settings.critic
             rates = {name: getattr(chosen, name) for name in ("learning_rate", "warmup_steps", "clip_grad")}
@@ -67,6 +77,12 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         check_alive=ranks.check_alive,
         gpu_use=ranks.gpu_use,
         lora=settings.lora,
+        self_teacher={
+            None: None,
+            "policy": policy.teacher(),
+            "reference": reference,
+            "average": policy.teacher("average"),
+        }[teacher.model],
     )
 
 
@@ -78,6 +94,11 @@ def describe_parameters(settings: Settings, num_parameters: int) -> str:
         trained = f", trains {size:,} of an adapter"
     ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
     return f"{num_parameters:,} parameters{trained}{ranks}"
+
+
+def needs_reference(settings: Settings) -> bool:
+    """True when the initial policy scores tokens, for a KL term or as the teacher."""
+    return settings.algorithm.kl_coefficient > 0 or settings.distillation.self_teacher.model == "reference"
 
 
 def needs_critic(settings: Settings) -> bool:

@@ -25,11 +25,10 @@ from rl_distill.objectives import (
     with_token_selection,
 )
 from rl_distill.skipping import SkippedUpdates
-from rl_distill.teacher import teacher_task
+from rl_distill.teacher import teacher_task, with_self_scores
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.objective import (
     has_policy_gradient,
-    has_teachers,
     learns_from_rewards,
     make_kl_control,
     make_objective,
@@ -114,9 +113,9 @@ def record_replay(parts: LearningParts, rows: Batch, recorder: Recorder, *, step
 
 
 def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> Batch:
-    """Add the reference's and the learner's logprobs and the critic's values, if the settings need them."""
+    """Add the reference's, the learner's and its own teacher's logprobs and values, if the settings need them."""
     temperature, learners = parts.settings.rollout.temperature, parts.learners
-    if learners.reference is not None:
+    if learners.reference is not None and parts.settings.algorithm.kl_coefficient:
         with recorder.timer("ref"):
             found = learners.reference.logprobs(rows, temperature=temperature)
         rows = rows.with_columns({"reference_logprobs": found})
@@ -128,6 +127,17 @@ def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> 
         with recorder.timer("values"):
             found = learners.critic.values(without_experts(rows))
         rows = rows.with_columns({"values": found})
+    if learners.self_teacher is not None:
+        chosen = parts.settings.distillation
+        with recorder.timer("teacher"):
+            rows = with_self_scores(
+                rows,
+                learners.self_teacher,
+                top_k=chosen.num_top,
+                temperature=chosen.temperature,
+                has_hidden=chosen.needs_hidden,
+                keeps_prompts=not chosen.self_teacher.prompts,
+            )
     return rows
 
 
@@ -175,7 +185,7 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
             session_rule=algorithm.session_rule,
         )
         batch = batch.with_columns({name: rewarded[name] for name in rewarded.names - batch.names})
-    if has_teachers(parts.settings) and parts.settings.distillation.used_as == "reward":
+    if parts.settings.distillation.has_teacher and parts.settings.distillation.used_as == "reward":
         batch, metrics = with_distillation_advantages(
             batch,
             options=objective_options(parts.settings),

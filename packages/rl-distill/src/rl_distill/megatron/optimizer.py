@@ -21,6 +21,9 @@ from rl_distill.stepping import clip_scale
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
+AVERAGE = "average"
+"""Name of the moving average of a float32 weight in the optimizer's state."""
+
 
 @dataclass(frozen=True, slots=True)
 class Main:
@@ -45,6 +48,7 @@ class RankAdam(ABC):
     def __init__(self, mains: Mapping[torch.nn.Parameter, Main]) -> None:
         """Keep what the optimizers of the parameters update, by parameter."""
         self._mains = mains
+        self._average_decay = 0.0
         self._on_host: Offloaded | None = None
 
     @abstractmethod
@@ -105,6 +109,17 @@ class RankAdam(ABC):
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
         with self.on_device():
             self._apply()
+            for main in self._mains.values() if self._average_decay else ():
+                if main.tensor is not None and main.inner is not None:
+                    main.inner.state[main.tensor][AVERAGE].lerp_(main.tensor.detach(), 1 - self._average_decay)
+
+    def keep_average(self, decay: float) -> None:
+        """Keep a moving average of the float32 weights, of which each step keeps this share; it starts from them."""
+        self._average_decay = decay
+        self.start_moments()
+        for main in self._mains.values():
+            if main.tensor is not None and main.inner is not None:
+                main.inner.state[main.tensor].setdefault(AVERAGE, main.tensor.detach().clone())
 
     def keep_on_host(self) -> None:
         """Keep moments and float32 weights in host memory from now on, except during `step` and `on_device`."""
@@ -158,7 +173,7 @@ class RankAdam(ABC):
         Args:
             parameters: The rank's parameters.
             step: Optimizer steps done so far.
-            moments: exp_avg and exp_avg_sq of each parameter, in its shape.
+            moments: exp_avg, exp_avg_sq and any average of each parameter, in its shape.
             master: float32 master weights of bfloat16 parameters.
         """
         for name, parameter in parameters.items():
@@ -173,6 +188,8 @@ class RankAdam(ABC):
                 # One step tensor per parameter, because Adam increments it in place.
                 state["step"] = torch.tensor(float(step), dtype=torch.float32, device=main.tensor.device)
                 state.update({m: _part(moments[m][name], main).to(main.tensor.device).clone() for m in moments})
+        if self._average_decay:
+            self.keep_average(self._average_decay)
         self.set_step(step)
 
     def start_moments(self) -> None:

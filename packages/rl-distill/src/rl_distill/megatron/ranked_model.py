@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged, token_positions
-from rl_core.errors import CheckpointError, NotReadyError
+from rl_core.errors import CheckpointError, NotReadyError, SettingsError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import WeightUpdate
 from rl_core.weights.broadcast import SenderOptions, join_offers
@@ -40,7 +40,7 @@ from rl_distill.learner import (
 from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_batches import RankShare, ShareResult
-from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.rank_model import RankModel, Weights
 from rl_distill.megatron.rank_tensors import Exported
 from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.ranks import LearnerRanks
@@ -74,6 +74,7 @@ class RankedModel:
     trains: ClassVar[bool] = True
     replays: ClassVar[bool] = False
     _lora = LoraOptions()
+    _average_decay = 0.0
 
     def __init__(
         self,
@@ -114,7 +115,15 @@ class RankedModel:
         products = "torch" if self._ranks.places[0].has_gpu else chosen_products(options.products)
         self._options = options = replace(options, products=products)
         source, head = self._source, self.head
-        plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, trains=self.trains, lora=lora)
+        plan = ModelPlan(
+            source=source,
+            options=options,
+            parallel=parallel,
+            head=head,
+            trains=self.trains,
+            lora=lora,
+            average_decay=self._average_decay,
+        )
         built = self._ranks.call_all(RankHost.build, self._name, plan)
         self._min_shared = options.shared_prefix_tokens if all(shares for _, shares in built) else 0
         self.num_parameters = sum(num_parameters for num_parameters, _ in built)
@@ -145,14 +154,37 @@ class RankedModel:
         elif ranks is not None and ranks.is_alive:
             ranks.call_all(RankHost.drop, self._name)
 
-    def _score(self, batch: Batch, *, temperature: float = 1.0, is_base: bool = False) -> Ragged:
+    def _score(self, batch: Batch, *, temperature: float = 1.0, weights: Weights = "own") -> Ragged:
         """Compute one float32 per token, or per id in `target_ids`, in the batch's row order."""
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
         shares, rows = self._shares(batch.only({"input_ids", "target_ids", ROUTED_EXPERTS} & batch.names))
-        scores = self._call_shares(RankModel.score, shares, temperature=temperature, is_base=is_base)
+        scores = self._call_shares(RankModel.score, shares, temperature=temperature, weights=weights)
         tokens = in_batch_order(batch, rows, scores)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
+
+    def _teach(
+        self,
+        batch: Batch,
+        *,
+        top_k: int,
+        temperature: float = 1.0,
+        has_hidden: bool = False,
+        weights: Weights = "own",
+    ) -> tuple[Ragged, Ragged, Ragged | None]:
+        """Score each token given the tokens before it; see `rl_distill.teacher.TokenScorer`."""
+        check_temperature(temperature)
+        most = self._source.config.vocab_size
+        if not 0 <= top_k <= most:
+            raise SettingsError(f"top_k must be from 0 to {most}, the size of the teacher's vocabulary; found {top_k}.")
+        shares, rows = self._shares(batch.only({"input_ids"}))
+        scores = self._call_shares(
+            RankModel.score, shares, temperature=temperature, top_k=top_k, has_hidden=has_hidden, weights=weights
+        )
+        columns = in_batch_order(batch, rows, scores)
+        logprobs, ids = columns["logprobs"], columns["ids"].values.astype(np.int32)
+        ids[logprobs.offsets[:-1]] = -1
+        return logprobs, Ragged(ids, logprobs.offsets), columns.get("hidden")
 
     def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
         """Return each data-parallel rank's share of the batch in micro-batch order, and the row indices of each."""
@@ -326,7 +358,9 @@ class TrainedModel(RankedModel):
         self._check_no_gradients("load")
         adapter = self._trained_adapter()
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype, adapter=adapter)
-        TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes(), self._source.config))
+        has_average = self._average_decay > 0
+        shapes = state_shapes(self._saved_shapes(), self._source.config, has_average=has_average)
+        TensorFolder(directory / STATE_FOLDER).check(shapes)
         problems = self._ranks.call_all(RankHost.read_state, self._name, directory / STATE_FOLDER)
         if any(problems):
             self._ranks.call_all(RankHost.forget_state, self._name)

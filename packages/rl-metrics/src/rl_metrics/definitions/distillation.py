@@ -67,5 +67,5 @@ DISTILLATION = (
     step_mean("teacher/{teacher}/tokens_per_s", "Tokens scored per second and replica.", "tokens/s"),
     total("teacher/{teacher}/restarts", "Restarts of its replicas after they died.", "times", healthy=ZERO),
     total("teacher/{teacher}/cache_hits", "Trajectories whose scores came from the store.", "trajectories"),
-    seconds("teacher", "Waiting for teachers after the step's last rollout"),
+    seconds("teacher", "Waiting for teachers after the step's last rollout, or scoring with the learner as its own"),
 )

@@ -1,0 +1,100 @@
+"""On-policy self-distillation: the policy scores its own responses under another prompt, or with other weights.
+
+Sources: a demonstration in the prompt, Shenfeld et al. 2026, arXiv:2601.19897; the solution, Zhao et al. 2026,
+arXiv:2601.18734; feedback and successful responses of the group, Huebotter et al. 2026, arXiv:2601.20802.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from rl_core.data import Batch, BoolArray, Column, IntArray, Json, Ragged
+from rl_distill.teacher.scores import NO_TEACHER, NO_TOKEN
+
+TEACHER_PROMPT = "_teacher_prompt"
+"""Key of the token ids of the teacher's prompt in a row's extras."""
+
+
+class TokenScorer(Protocol):
+    """A model that scores tokens for distillation."""
+
+    def score(
+        self, batch: Batch, *, top_k: int, temperature: float = 1.0, has_hidden: bool = False
+    ) -> tuple[Ragged, Ragged, Ragged | None]:
+        """Score each token given the tokens before it.
+
+        Args:
+            batch: Batch with `input_ids`.
+            top_k: Number of most probable tokens to return.
+            temperature: Divisor of the logits.
+            has_hidden: True to return the hidden states.
+
+        Returns:
+            float32 logprobs and int32 ids [K + 1] per token, with the token itself first and then the most probable
+            ones; 0 and -1 at the first token of each trajectory. float32 hidden states [H] that predict each token, or
+            None.
+
+        Raises:
+            SettingsError: top_k exceeds the vocabulary, or the temperature is out of range.
+            ShapeError: A token is outside the vocabulary, or a trajectory is too long.
+        """
+        ...
+
+
+def with_self_scores(
+    batch: Batch,
+    teacher: TokenScorer,
+    *,
+    top_k: int,
+    temperature: float = 1.0,
+    has_hidden: bool = False,
+    keeps_prompts: bool = False,
+) -> Batch:
+    """Add the columns of a teacher that reads another prompt before the same response.
+
+    A row's response begins at its first trained token. Rows without a teacher's prompt get no teacher (index -1).
+
+    Args:
+        batch: Rows with `input_ids`, `loss_mask` and, in their extras, `TEACHER_PROMPT`.
+        teacher: Scores the rows under the teacher's prompts.
+        top_k: Number K of most probable tokens to compare.
+        temperature: Divisor of the teacher's logits.
+        has_hidden: Add `teacher_hidden`, for whole distributions.
+        keeps_prompts: The teacher reads the rows unchanged.
+
+    Returns:
+        The batch with `teacher_logprobs` and `teacher_ids` [K + 1], and `teacher_index`, of each trained token.
+    """
+    ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
+    read = [_read_by_teacher(*row, keeps_prompt=keeps_prompts) for row in zip(ids, mask, batch.extras, strict=True)]
+    rows = [row for row, tokens in enumerate(read) if tokens is not None]
+    scored = rows or [0]  # without any, the scores of a row give the columns' shapes
+    tokens = Ragged.from_rows([ids[row] if read[row] is None else read[row] for row in scored], dtype="int32")
+    chosen = batch.select(scored).only(frozenset()).with_columns({"input_ids": tokens}).with_extras([{}] * len(scored))
+    found = teacher.score(chosen, top_k=top_k, temperature=temperature, has_hidden=has_hidden)
+
+    places = [np.flatnonzero(mask[row]) - len(mask[row]) for row in rows]  # from the end, where both are equal
+    here, there = (
+        np.concatenate([np.zeros(0, dtype=np.int64), *map(np.add, ends[: len(rows)], places)])
+        for ends in (ids.offsets[1:][rows], tokens.offsets[1:])
+    )
+    index = np.full(len(mask.values), NO_TEACHER, dtype=np.int16)
+    index[here] = 0
+    columns: dict[str, Column] = {"teacher_index": Ragged(index, ids.offsets)}
+    for name, scores in zip(("teacher_logprobs", "teacher_ids", "teacher_hidden"), found, strict=True):
+        if scores is not None:
+            empty = NO_TOKEN if name == "teacher_ids" else 0
+            values = np.full((len(mask.values), *scores.element_shape), empty, dtype=scores.dtype)
+            values[here] = scores.values[there]
+            columns[name] = Ragged(values, ids.offsets)
+    return batch.with_columns(columns)
+
+
+def _read_by_teacher(
+    ids: IntArray, mask: BoolArray, extras: Mapping[str, Json], *, keeps_prompt: bool
+) -> IntArray | None:
+    """Return the tokens that the teacher reads in place of a row; None if the row has no teacher."""
+    if not mask.any() or (TEACHER_PROMPT not in extras and not keeps_prompt):
+        return None
+    return ids if keeps_prompt else np.concatenate([extras[TEACHER_PROMPT], ids[int(mask.argmax()) :]])
