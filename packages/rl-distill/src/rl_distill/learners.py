@@ -29,7 +29,7 @@ from rl_distill.background import saved_together
 from rl_distill.learner import AdapterLearner, Critic, Learner, PendingSave, RankedLearner, Scorer
 from rl_distill.options import LoraOptions
 from rl_distill.products import chosen_products
-from rl_distill.teacher.self_teaching import TokenScorer
+from rl_distill.teacher.self_teaching import ScoreTokens
 
 __all__ = ["Learners", "chosen_products"]
 
@@ -49,7 +49,7 @@ class Learners:
         check_alive: Calls each rank, and raises an error if one died.
         gpu_use: Returns the use of each rank's GPU since the last call; by default, of this process's.
         lora: The policy's adapter and what engines receive of it; rank 0 if all weights are trained.
-        self_teacher: The policy, its average or its reference as the teacher; None for another teacher, or none.
+        self_teacher: `score` of the policy, its average or its reference; None if the policy does not teach itself.
     """
 
     policy: Learner
@@ -60,7 +60,7 @@ class Learners:
     check_alive: Callable[[], None] = lambda: None
     gpu_use: Callable[[], list[GpuUse]] = lambda: own_gpu_use("learner")
     lora: LoraOptions = field(default_factory=LoraOptions)
-    self_teacher: TokenScorer | None = None
+    self_teacher: ScoreTokens | None = None
     _base: dict[str, TensorDigest] = field(default_factory=dict, init=False, repr=False)
 
     @converts_arguments

@@ -20,12 +20,7 @@ from rl_rollout.engines import max_positions
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.checks.model_folder import check_policy_folder
 from rl_trainer_parts.learning.mixtures import model_config
-from rl_trainer_parts.learning.objective import (
-    has_policy_gradient,
-    learns_from_rewards,
-    objective_options,
-    teaches_itself,
-)
+from rl_trainer_parts.learning.objective import has_policy_gradient, learns_from_rewards, objective_options
 from rl_trainer_parts.learning.start_learners import rank_pool
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
@@ -53,7 +48,7 @@ def distillation_problems(settings: Settings) -> Iterator[str]:
         )
     yield from _unused(settings)
     yield from _texts(settings)
-    if teaches_itself(settings):
+    if chosen.self_teacher.model is not None:
         yield from _self_teacher(settings)
     if not found:
         yield from _pools(settings)

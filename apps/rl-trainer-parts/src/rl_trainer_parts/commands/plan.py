@@ -27,12 +27,7 @@ from rl_trainer_parts.learning.mixtures import (
     routes_anew,
     why_not_replayed,
 )
-from rl_trainer_parts.learning.objective import (
-    clip_range,
-    has_policy_gradient,
-    learns_from_rewards,
-    teaches_itself,
-)
+from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic, needs_reference
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.machine.needs import BYTES, GIB
@@ -158,10 +153,10 @@ def _teachers(settings: Settings) -> Iterator[str]:
         parts = [f"{chosen.route_by} {', '.join(sources)}"] if sources else []
         parts += ["all others" if sources else "all prompts"] if name == chosen.fallback else []
         yield f"{INDENT}{teacher.model}, for {' and '.join(parts)}"
-    if teaches_itself(settings):
-        own = chosen.self_teacher
-        kept = f" (each update keeps {own.average_decay:g} of it)" if own.model == "average" else ""
-        yield f"  teacher    the learner's {own.model}{kept}, under {', '.join(map(repr, own.prompts)) or 'its own prompt'}"
+    if (own := chosen.self_teacher).model is not None:
+        kept = f" (decay {own.average_decay:g})" if own.model == "average" else ""
+        prompts = ", or ".join(map(repr, own.prompts)) or "the policy's prompts"
+        yield f"  teacher    the learner's {own.model}{kept}, under {prompts}"
     rewards = f"beside task rewards (coefficient {chosen.coefficient:g})" if chosen.use_task_rewards else ""
     yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {rewards or 'no task rewards'}"
     if chosen.texts is not None:

@@ -24,11 +24,6 @@ def has_teachers(settings: Settings) -> bool:
     return bool(settings.distillation.teachers)
 
 
-def teaches_itself(settings: Settings) -> bool:
-    """True when the policy, its average or its reference is the teacher."""
-    return settings.distillation.self_teacher.model is not None
-
-
 def learns_from_rewards(settings: Settings) -> bool:
     """True when the policy learns from task rewards, with or without teachers."""
     return not settings.distillation.is_on or settings.distillation.use_task_rewards
@@ -38,7 +33,7 @@ def method_title(settings: Settings) -> str:
     """Name of the method, such as "GRPO"."""
     if learns_from_rewards(settings):
         return settings.algorithm.advantage.upper()
-    if teaches_itself(settings):
+    if settings.distillation.self_teacher.model is not None:
         return "Self-distillation"
     return "Distillation" if has_teachers(settings) else "Imitation of texts"
 

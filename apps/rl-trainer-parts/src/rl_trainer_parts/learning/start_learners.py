@@ -1,11 +1,14 @@
 """Start the models that learn: the policy, and a critic and a reference if the algorithm needs them."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_distill import adapter_size
 from rl_distill.learners import Learners
+from rl_distill.teacher import ScoreTokens
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
@@ -37,30 +40,24 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
     )
     learner = replace(settings.optimizer, image_folder=settings.image_folder)
     try:
-        backend = settings.policy.backend
-        teacher = settings.distillation.self_teacher
-        policy = MegatronLearner(
-            settings.policy.path,
-            learner,
-            ranks=ranks,
-            backend=backend,
-            lora=settings.lora,
-            average_decay=teacher.average_decay if teacher.model == "average" else 0.0,
-        )
+        where_built: Any = {"ranks": ranks, "backend": settings.policy.backend}
+        own, decay = settings.distillation.self_teacher.model, settings.distillation.self_teacher.average_decay
+        kept: Any = {"lora": settings.lora, "average_decay": decay if own == "average" else 0.0}
+        policy = MegatronLearner(settings.policy.path, learner, **where_built, **kept)
+        self_teacher: ScoreTokens | None = partial(policy.score, weights=own) if own is not None else None
         reference = critic = None
-        if needs_reference(settings):
-            reference = (
-                policy.reference()  # the policy's own base, without its adapter
-                if settings.lora.rank
-                else MegatronReference(settings.policy.path, learner, ranks=ranks, backend=backend)
-            )
-        if teacher.model == "reference" and settings.distillation.needs_hidden and not settings.lora.rank:
-            policy.load_teacher_heads([settings.policy.path])
+        if settings.lora.rank and needs_reference(settings):
+            reference = policy.reference()  # the policy's own base, without its adapter
+        elif needs_reference(settings):
+            reference = MegatronReference(settings.policy.path, learner, **where_built)
+            self_teacher = reference.score if own == "reference" else self_teacher
+            if own == "reference" and settings.distillation.needs_hidden:
+                policy.load_teacher_heads([settings.policy.path])
         if needs_critic(settings):
             chosen = settings.critic
             rates = {name: getattr(chosen, name) for name in ("learning_rate", "warmup_steps", "clip_grad")}
             options = replace(learner, decay_steps=None, **rates)
-            critic = MegatronCritic(chosen.path or settings.policy.path, options, ranks=ranks, backend=backend)
+            critic = MegatronCritic(chosen.path or settings.policy.path, options, **where_built)
     except BaseException:
         ranks.close()
         raise
@@ -77,12 +74,7 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         check_alive=ranks.check_alive,
         gpu_use=ranks.gpu_use,
         lora=settings.lora,
-        self_teacher={
-            None: None,
-            "policy": policy.teacher(),
-            "reference": reference,
-            "average": policy.teacher("average"),
-        }[teacher.model],
+        self_teacher=self_teacher,
     )
 
 

@@ -32,6 +32,7 @@ LEARNER_FILE = "learner.json"
 ADAPTER_FOLDER = "adapter"
 POLICY_FOLDER = "policy"
 STATE_FOLDER = "state"
+STATE_KINDS = ("weights", "exp_avg", "exp_avg_sq")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -113,16 +114,17 @@ def critic_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     return {**shapes, "score.weight": (1, config.hidden_size), "score.bias": (1,)}
 
 
-def state_kinds(*, has_average: bool = False) -> tuple[str, ...]:
-    """Kinds of tensors in `state/`: weights, Adam's moments and, if the learner keeps it, the weights' average."""
-    return ("weights", "exp_avg", "exp_avg_sq", *(["average"] if has_average else []))
+def state_shapes(shapes: Mapping[str, Shape], config: PolicyConfig, *, also: Sequence[str] = ()) -> dict[str, Shape]:
+    """Shape of every tensor in `state/`, given the model's: all weights, and the moments of the trained ones.
 
-
-def state_shapes(shapes: Mapping[str, Shape], config: PolicyConfig, *, has_average: bool = False) -> dict[str, Shape]:
-    """Shape of every tensor in `state/`, given the model's: all weights, and the moments of the trained ones."""
+    Args:
+        shapes: Shape of every tensor of the model.
+        config: The policy's configuration.
+        also: Further kinds of state of the trained tensors, such as "average".
+    """
     return {
         f"{kind}/{name}": shape
-        for kind in state_kinds(has_average=has_average)
+        for kind in (*STATE_KINDS, *also)
         for name, shape in shapes.items()
         if kind == "weights" or is_trained(name, config)
     }

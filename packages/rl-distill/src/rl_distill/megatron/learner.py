@@ -28,14 +28,13 @@ from rl_distill.learner import (
     ValueLoss,
 )
 from rl_distill.megatron.model import Head
-from rl_distill.megatron.rank_model import Weights
 from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, joined
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import AdamOptions, LoraOptions
 from rl_distill.stepping import check_loss_weights, check_temperature
 
-__all__ = ["BaseReference", "MegatronCritic", "MegatronLearner", "MegatronReference", "SelfTeacher"]
+__all__ = ["BaseReference", "MegatronCritic", "MegatronLearner", "MegatronReference"]
 
 
 class MegatronLearner(TrainedModel):
@@ -67,8 +66,7 @@ class MegatronLearner(TrainedModel):
             name: Name of the model on its ranks; None uses `kind`.
             backend: What computes the model: our layers, or transformers' class.
             lora: Adapter that trains instead of the weights; rank 0 trains all weights.
-            average_decay: Share that each step keeps of a moving average of the trained weights, for `teacher`; 0 keeps
-                no average.
+            average_decay: Share that each step keeps of a moving average of the trained weights; 0 keeps no average.
         """
         self._average_decay = average_decay
         self._lora = self._first_lora = lora
@@ -151,10 +149,6 @@ class MegatronLearner(TrainedModel):
             )
         return BaseReference(self)
 
-    def teacher(self, weights: Weights = "own") -> "SelfTeacher":
-        """Return the policy as a teacher with its current weights, or with the average that `average_decay` keeps."""
-        return SelfTeacher(self, weights)
-
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
         return self._score(batch, temperature=temperature)
@@ -221,42 +215,18 @@ class MegatronLearner(TrainedModel):
 
 
 @dataclass(frozen=True, slots=True)
-class SelfTeacher:
-    """A policy as a teacher, on the weights that it holds. Implements `rl_distill.teacher.TokenScorer`.
-
-    With hidden states, the policy keeps the output matrix that belongs to them, in place of `load_teacher_heads`.
-
-    Attributes:
-        policy: The policy.
-        weights: Its weights that score.
-    """
-
-    policy: MegatronLearner
-    weights: Weights = "own"
-
-    def score(
-        self, batch: Batch, *, top_k: int, temperature: float = 1.0, has_hidden: bool = False
-    ) -> tuple[Ragged, Ragged, Ragged | None]:
-        """Score each token given the tokens before it; see `rl_distill.teacher.TokenScorer`."""
-        return self.policy._teach(
-            batch, top_k=top_k, temperature=temperature, has_hidden=has_hidden, weights=self.weights
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class BaseReference(SelfTeacher):
+class BaseReference:
     """The weights under a policy's adapter, as a reference that needs no extra memory. Routers choose their experts.
 
     Attributes:
         policy: A policy that has an adapter.
-        weights: Those of the base.
     """
 
-    weights: Weights = "base"
+    policy: MegatronLearner
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
-        return self.policy._score(batch.only({"input_ids"}), temperature=temperature, weights=self.weights)
+        return self.policy._score(batch.only({"input_ids"}), temperature=temperature, weights="reference")
 
     def offload(self) -> int:
         """Do nothing and return 0, because the memory belongs to the policy."""
@@ -274,12 +244,6 @@ class MegatronReference(RankedModel):
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
         return self._score(batch, temperature=temperature)
-
-    def score(
-        self, batch: Batch, *, top_k: int, temperature: float = 1.0, has_hidden: bool = False
-    ) -> tuple[Ragged, Ragged, Ragged | None]:
-        """Score each token given the tokens before it; see `rl_distill.teacher.TokenScorer`."""
-        return self._teach(batch, top_k=top_k, temperature=temperature, has_hidden=has_hidden)
 
 
 def _objective_of_values(

@@ -21,8 +21,8 @@ from rl_distill.stepping import clip_scale
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
-AVERAGE = "average"
-"""Name of the moving average of a float32 weight in the optimizer's state."""
+MOMENTS, AVERAGE = ("exp_avg", "exp_avg_sq"), "average"
+"""Names in the optimizer's state: Adam's moments, and the moving average of a float32 weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,13 @@ class Main:
 
 
 class RankAdam(ABC):
-    """Mixed-precision AdamW over a rank's parameters, without weight decay on norms and biases."""
+    """Mixed-precision AdamW over a rank's parameters, without weight decay on norms and biases.
+
+    Attributes:
+        kinds: Names of the state of each parameter that a checkpoint keeps.
+    """
+
+    kinds: tuple[str, ...] = MOMENTS
 
     def __init__(self, mains: Mapping[torch.nn.Parameter, Main]) -> None:
         """Keep what the optimizers of the parameters update, by parameter."""
@@ -114,8 +120,8 @@ class RankAdam(ABC):
                     main.inner.state[main.tensor][AVERAGE].lerp_(main.tensor.detach(), 1 - self._average_decay)
 
     def keep_average(self, decay: float) -> None:
-        """Keep a moving average of the float32 weights, of which each step keeps this share; it starts from them."""
-        self._average_decay = decay
+        """Keep a moving average of the float32 weights, which starts from them; each step keeps this share."""
+        self._average_decay, self.kinds = decay, (*MOMENTS, AVERAGE)
         self.start_moments()
         for main in self._mains.values():
             if main.tensor is not None and main.inner is not None:
@@ -198,7 +204,7 @@ class RankAdam(ABC):
             if main.tensor is not None and main.inner is not None and not main.inner.state[main.tensor]:
                 state = main.inner.state[main.tensor]
                 state["step"] = torch.zeros((), dtype=torch.float32, device=main.tensor.device)
-                state.update({name: torch.zeros_like(main.tensor) for name in ("exp_avg", "exp_avg_sq")})
+                state.update({name: torch.zeros_like(main.tensor) for name in MOMENTS})
 
     def set_step(self, step: int) -> None:
         """Set the number of steps done so far, by which Adam corrects its moments."""

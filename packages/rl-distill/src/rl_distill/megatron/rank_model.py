@@ -41,7 +41,7 @@ from rl_distill.megatron.setup import ModelPlan, build_chunks
 from rl_distill.packing import Pack, pack_rows, scored_tokens
 from rl_distill.products import chosen_products, computing_with
 
-Weights = Literal["own", "base", "average"]
+Weights = Literal["policy", "reference", "average"]
 """Weights to score with: a model's own, those without its adapter, or the moving average of those in training."""
 
 
@@ -90,6 +90,8 @@ class RankModel:
         drop_gathered(self._chunks)
         self._routed = [0, 0]
         adam = _optimizer(plan, self._chunks) if plan.trains else None
+        if adam is not None and plan.average_decay:
+            adam.keep_average(plan.average_decay)
         self.tensors = RankTensors(plan, self._chunks, self._shards, adam)
         self.sender = WeightSender(f"rank {dist.get_rank()} of the learner")
         for chunk in self._chunks:
@@ -106,7 +108,7 @@ class RankModel:
         temperature: float,
         top_k: int | None = None,
         has_hidden: bool = False,
-        weights: Weights = "own",
+        weights: Weights = "policy",
     ) -> dict[str, NDArray[Any]] | None:
         """Return logprobs of the share's tokens, or a critic's values, in its order; None on ranks that do not report.
 
@@ -143,13 +145,13 @@ class RankModel:
         if weights == "average":
             self.sender.withdraw()  # engines must not fetch the average
             return self.tensors.averaged()
-        return base_alone(self._chunks) if weights == "base" else nullcontext()
+        return base_alone(self._chunks) if weights == "reference" else nullcontext()
 
     def _own_head(self) -> list[Tensor]:
         """Return a copy of this rank's slice of the output matrix; none on a stage without it."""
         modules = self._chunks[-1].modules() if self._shards[-1].has_head else ()
-        heads = (module._with_head(_whole) for module in modules if isinstance(module, TokenScoring))
-        return [head.to(self.plan.dtype, copy=True) for head in heads]
+        heads = [module._with_head(torch.clone).detach() for module in modules if isinstance(module, TokenScoring)]
+        return [(head.full_tensor() if isinstance(head, DTensor) else head).to(self.plan.dtype) for head in heads]
 
     def _own_models(self) -> list[TransformersModel]:
         """Return the chunks that transformers computes."""
@@ -272,20 +274,10 @@ class RankModel:
         return results
 
 
-def _whole(weight: Tensor) -> Tensor:
-    """Return a matrix that FSDP may divide as a whole."""
-    return weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
-
-
 def _optimizer(plan: ModelPlan, chunks: Sequence[Any]) -> RankAdam:
-    adam = (
-        ShardedAdam(chunks)
-        if plan.parallel.shard_weights
-        else MegatronAdam(chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
-    )
-    if plan.average_decay:
-        adam.keep_average(plan.average_decay)
-    return adam
+    if plan.parallel.shard_weights:
+        return ShardedAdam(chunks)
+    return MegatronAdam(chunks, plan.options, is_distributed=plan.parallel.distributed_optimizer)
 
 
 def _sharing(plan: ModelPlan, *, has_flash: bool) -> Sharing:

@@ -14,7 +14,6 @@ from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
 from rl_core.weights.broadcast import HeldRectangle
 from rl_distill.architecture.lora_targets import adapted_tensor
 from rl_distill.architecture.tensor_shapes import tensor_shapes
-from rl_distill.checkpoints.checkpoint import state_kinds
 from rl_distill.checkpoints.pieces import Piece
 from rl_distill.megatron.convert import Shard, TensorBlock, held_rows
 from rl_distill.megatron.lora import PARAMETER
@@ -108,7 +107,7 @@ class RankTensors:
         """Return copies of this rank's checkpoint state: float32 weights (or the adapter) and Adam's moments."""
         adam, parameters = self.adam, self._parameters()
         with adam.on_device():
-            states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in self._moments}
+            states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in self.adam.kinds}
             masters = [adam.master_weights(chunk) for chunk in parameters]
             states["weights"] = [{**w, **(m or {})} for w, m in zip(self._saved(), masters, strict=True)]
             return [
@@ -119,7 +118,7 @@ class RankTensors:
 
     def empty_state(self) -> tuple[States, dict[str, list[TensorBlock]]]:
         """Return float32 tensors to load a checkpoint into, by Megatron's name per chunk, and their blocks."""
-        of_kind: States = {"weights": self._saved(), **{name: self._parameters() for name in self._moments}}
+        of_kind: States = {"weights": self._saved(), **{name: self._parameters() for name in self.adam.kinds}}
         states = {
             kind: [{n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()} for chunk in chunks]
             for kind, chunks in of_kind.items()
@@ -135,7 +134,7 @@ class RankTensors:
                 weights = states["weights"][index]
                 for name, live in self._saved()[index].items():
                     live.copy_(weights[name])
-                moments = {name: states[name][index] for name in self._moments}
+                moments = {name: states[name][index] for name in self.adam.kinds}
                 adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
 
     def adapter_state(self) -> list[Tensor]:
@@ -174,11 +173,6 @@ class RankTensors:
             with torch.no_grad():
                 for parameter, own in zip((p for chunk in chunks for p in chunk.values()), live, strict=True):
                     parameter.copy_(own)
-
-    @property
-    def _moments(self) -> tuple[str, ...]:
-        """Kinds of the optimizer's state in a checkpoint."""
-        return state_kinds(has_average=self._plan.average_decay > 0)[1:]
 
     @property
     def adam(self) -> RankAdam:

@@ -115,15 +115,8 @@ class RankedModel:
         products = "torch" if self._ranks.places[0].has_gpu else chosen_products(options.products)
         self._options = options = replace(options, products=products)
         source, head = self._source, self.head
-        plan = ModelPlan(
-            source=source,
-            options=options,
-            parallel=parallel,
-            head=head,
-            trains=self.trains,
-            lora=lora,
-            average_decay=self._average_decay,
-        )
+        plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, trains=self.trains, lora=lora)
+        plan = replace(plan, average_decay=self._average_decay)
         built = self._ranks.call_all(RankHost.build, self._name, plan)
         self._min_shared = options.shared_prefix_tokens if all(shares for _, shares in built) else 0
         self.num_parameters = sum(num_parameters for num_parameters, _ in built)
@@ -154,7 +147,7 @@ class RankedModel:
         elif ranks is not None and ranks.is_alive:
             ranks.call_all(RankHost.drop, self._name)
 
-    def _score(self, batch: Batch, *, temperature: float = 1.0, weights: Weights = "own") -> Ragged:
+    def _score(self, batch: Batch, *, temperature: float = 1.0, weights: Weights = "policy") -> Ragged:
         """Compute one float32 per token, or per id in `target_ids`, in the batch's row order."""
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
@@ -163,16 +156,34 @@ class RankedModel:
         tokens = in_batch_order(batch, rows, scores)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
 
-    def _teach(
+    def score(
         self,
         batch: Batch,
         *,
         top_k: int,
         temperature: float = 1.0,
         has_hidden: bool = False,
-        weights: Weights = "own",
+        weights: Weights = "policy",
     ) -> tuple[Ragged, Ragged, Ragged | None]:
-        """Score each token given the tokens before it; see `rl_distill.teacher.TokenScorer`."""
+        """Score each token given the tokens before it, as a teacher.
+
+        Args:
+            batch: Batch with `input_ids`.
+            top_k: Number of most probable tokens to return.
+            temperature: Divisor of the logits.
+            has_hidden: True to return the hidden states. A model in training keeps the output matrix that belongs to
+                them, in place of `load_teacher_heads`.
+            weights: Weights of a model in training: its own, those without its adapter, or the average that it keeps.
+
+        Returns:
+            float32 logprobs and int32 ids [K + 1] per token, with the token itself first and then the most probable
+            ones; 0 and -1 at the first token of each trajectory. float32 hidden states [H] that predict each token, or
+            None.
+
+        Raises:
+            SettingsError: top_k exceeds the vocabulary, or the temperature is out of range.
+            ShapeError: A token is outside the vocabulary, or a trajectory is too long.
+        """
         check_temperature(temperature)
         most = self._source.config.vocab_size
         if not 0 <= top_k <= most:
@@ -358,8 +369,8 @@ class TrainedModel(RankedModel):
         self._check_no_gradients("load")
         adapter = self._trained_adapter()
         step = read_header(directory, config=self._source.config, dtype=self._options.dtype, adapter=adapter)
-        has_average = self._average_decay > 0
-        shapes = state_shapes(self._saved_shapes(), self._source.config, has_average=has_average)
+        also = ("average",) if self._average_decay else ()
+        shapes = state_shapes(self._saved_shapes(), self._source.config, also=also)
         TensorFolder(directory / STATE_FOLDER).check(shapes)
         problems = self._ranks.call_all(RankHost.read_state, self._name, directory / STATE_FOLDER)
         if any(problems):

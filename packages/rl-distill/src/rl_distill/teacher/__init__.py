@@ -13,7 +13,7 @@ from rl_distill.teacher.replicas import MakeReplica, ReplicatedTeacher
 from rl_distill.teacher.routing import TeacherRouter, route_problems
 from rl_distill.teacher.score_cache import ScoreCache, ScoreKind
 from rl_distill.teacher.scoring import ServiceReport
-from rl_distill.teacher.self_teaching import TEACHER_PROMPT, TokenScorer, with_self_scores
+from rl_distill.teacher.self_teaching import TEACHER_PROMPT, ScoreTokens, with_self_scores
 from rl_distill.teacher.service import TeacherService, TeacherServiceOptions, teacher_task
 from rl_distill.teacher.texts import TextOptions, count_texts, trajectories_from_texts
 from rl_distill.teacher.vocabulary import check_same_vocabulary, compare_vocabularies
@@ -27,6 +27,7 @@ __all__ = [
     "ReplicatedTeacher",
     "ScoreCache",
     "ScoreKind",
+    "ScoreTokens",
     "SelfTeacherOptions",
     "ServiceReport",
     "SpanMode",
@@ -39,7 +40,6 @@ __all__ = [
     "TeacherService",
     "TeacherServiceOptions",
     "TextOptions",
-    "TokenScorer",
     "check_same_vocabulary",
     "compare_vocabularies",
     "count_texts",

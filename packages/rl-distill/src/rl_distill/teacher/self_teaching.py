@@ -4,47 +4,24 @@ Sources: a demonstration in the prompt, Shenfeld et al. 2026, arXiv:2601.19897; 
 arXiv:2601.18734; feedback and successful responses of the group, Huebotter et al. 2026, arXiv:2601.20802.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
-from rl_core.data import Batch, BoolArray, Column, IntArray, Json, Ragged
+from rl_core.data import Batch, Column, Ragged
 from rl_distill.teacher.scores import NO_TEACHER, NO_TOKEN
 
 TEACHER_PROMPT = "_teacher_prompt"
 """Key of the token ids of the teacher's prompt in a row's extras."""
 
 
-class TokenScorer(Protocol):
-    """A model that scores tokens for distillation."""
-
-    def score(
-        self, batch: Batch, *, top_k: int, temperature: float = 1.0, has_hidden: bool = False
-    ) -> tuple[Ragged, Ragged, Ragged | None]:
-        """Score each token given the tokens before it.
-
-        Args:
-            batch: Batch with `input_ids`.
-            top_k: Number of most probable tokens to return.
-            temperature: Divisor of the logits.
-            has_hidden: True to return the hidden states.
-
-        Returns:
-            float32 logprobs and int32 ids [K + 1] per token, with the token itself first and then the most probable
-            ones; 0 and -1 at the first token of each trajectory. float32 hidden states [H] that predict each token, or
-            None.
-
-        Raises:
-            SettingsError: top_k exceeds the vocabulary, or the temperature is out of range.
-            ShapeError: A token is outside the vocabulary, or a trajectory is too long.
-        """
-        ...
+ScoreTokens = Callable[..., tuple[Ragged, Ragged, Ragged | None]]
+"""The method `score` of a policy or a reference, as `rl_distill.megatron.learner.MegatronLearner.score`."""
 
 
 def with_self_scores(
     batch: Batch,
-    teacher: TokenScorer,
+    score: ScoreTokens,
     *,
     top_k: int,
     temperature: float = 1.0,
@@ -57,7 +34,7 @@ def with_self_scores(
 
     Args:
         batch: Rows with `input_ids`, `loss_mask` and, in their extras, `TEACHER_PROMPT`.
-        teacher: Scores the rows under the teacher's prompts.
+        score: Scores the rows under the teacher's prompts.
         top_k: Number K of most probable tokens to compare.
         temperature: Divisor of the teacher's logits.
         has_hidden: Add `teacher_hidden`, for whole distributions.
@@ -67,12 +44,13 @@ def with_self_scores(
         The batch with `teacher_logprobs` and `teacher_ids` [K + 1], and `teacher_index`, of each trained token.
     """
     ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
-    read = [_read_by_teacher(*row, keeps_prompt=keeps_prompts) for row in zip(ids, mask, batch.extras, strict=True)]
-    rows = [row for row, tokens in enumerate(read) if tokens is not None]
+    prompts = [None if keeps_prompts else extras.get(TEACHER_PROMPT) for extras in batch.extras]
+    rows = [row for row, of in enumerate(prompts) if mask[row].any() and (of is not None or keeps_prompts)]
     scored = rows or [0]  # without any, the scores of a row give the columns' shapes
-    tokens = Ragged.from_rows([ids[row] if read[row] is None else read[row] for row in scored], dtype="int32")
+    read = [ids[n] if prompts[n] is None else [*prompts[n], *ids[n][mask[n].argmax() :]] for n in scored]
+    tokens = Ragged.from_rows(read, dtype="int32")
     chosen = batch.select(scored).only(frozenset()).with_columns({"input_ids": tokens}).with_extras([{}] * len(scored))
-    found = teacher.score(chosen, top_k=top_k, temperature=temperature, has_hidden=has_hidden)
+    found = score(chosen, top_k=top_k, temperature=temperature, has_hidden=has_hidden)
 
     places = [np.flatnonzero(mask[row]) - len(mask[row]) for row in rows]  # from the end, where both are equal
     here, there = (
@@ -89,12 +67,3 @@ def with_self_scores(
             values[here] = scores.values[there]
             columns[name] = Ragged(values, ids.offsets)
     return batch.with_columns(columns)
-
-
-def _read_by_teacher(
-    ids: IntArray, mask: BoolArray, extras: Mapping[str, Json], *, keeps_prompt: bool
-) -> IntArray | None:
-    """Return the tokens that the teacher reads in place of a row; None if the row has no teacher."""
-    if not mask.any() or (TEACHER_PROMPT not in extras and not keeps_prompt):
-        return None
-    return ids if keeps_prompt else np.concatenate([extras[TEACHER_PROMPT], ids[int(mask.argmax()) :]])
