@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_loss_and_gradient_are_the_papers(name: str, tied_policy: Path, batch: B
     options = DistillationObjectiveOptions(**LOSSES[name])  # type: ignore[arg-type]
     learner = MegatronLearner(tied_policy, OPTIONS)
     top_k = 6 if "top" in name else 0
-    taught = with_self_scores(batch, learner.score, top_k=top_k, has_hidden="whole" in name)
+    taught = with_self_scores(batch, partial(learner.score, top_k=top_k, has_hidden="whole" in name))
     found = learner.train_step(taught, DistillationObjective(options))
 
     model = transformers.AutoModelForCausalLM.from_pretrained(tied_policy, trust_remote_code=False)
@@ -105,7 +106,7 @@ def test_columns_are_aligned_with_the_response_whatever_the_prompts_and_micro_ba
     found = []
     for tokens in (8, 1 << 14):
         learner = MegatronLearner(tied_policy, replace(OPTIONS, micro_batch_tokens=tokens), name=f"of{tokens}")
-        found.append(with_self_scores(batch, learner.score, top_k=4, temperature=0.7, has_hidden=True))
+        found.append(with_self_scores(batch, partial(learner.score, top_k=4, temperature=0.7, has_hidden=True)))
     for row, prompt in enumerate(PROMPTS):
         ids, mask, logprobs, top, index = (
             found[0].ragged(name)[row]
@@ -130,7 +131,8 @@ def test_columns_are_aligned_with_the_response_whatever_the_prompts_and_micro_ba
 
 def test_a_step_without_any_teacher_s_prompt_has_no_gradient(tied_policy: Path, batch: Batch) -> None:
     learner = MegatronLearner(tied_policy, OPTIONS)
-    untaught = with_self_scores(batch.with_extras([{}] * len(batch)), learner.score, top_k=0, has_hidden=True)
+    score = partial(learner.score, top_k=0, has_hidden=True)
+    untaught = with_self_scores(batch.with_extras([{}] * len(batch)), score)
     assert (untaught.ragged("teacher_index").values == -1).all()
     objective = DistillationObjective(DistillationObjectiveOptions(loss="reverse_kl", distribution="full"))
     found = learner.train_step(untaught, objective)
@@ -139,7 +141,7 @@ def test_a_step_without_any_teacher_s_prompt_has_no_gradient(tied_policy: Path, 
 
 def test_under_its_own_prompt_the_policy_has_nothing_to_learn(tied_policy: Path, batch: Batch) -> None:
     learner = MegatronLearner(tied_policy, OPTIONS)
-    taught = with_self_scores(batch, learner.score, top_k=8, keeps_prompts=True)
+    taught = with_self_scores(batch, partial(learner.score, top_k=8), keeps_prompts=True)
     found = learner.train_step(taught, DistillationObjective(DistillationObjectiveOptions(loss="reverse_kl")))
     assert found.metrics["actor/distillation/aligned_fraction"] == 1.0
     assert abs(found.loss) < 1e-6
@@ -151,17 +153,17 @@ def test_the_reference_teaches_with_the_initial_weights(rank: int, tied_policy: 
     learner = MegatronLearner(tied_policy, replace(OPTIONS, learning_rate=0.03), lora=LoraOptions(rank=rank))
     for _ in range(2):
         learner.train_step(batch, supervised_objective)
-    reference = MegatronReference(tied_policy, OPTIONS) if rank == 0 else None
-    if reference is None:
-        taught = with_self_scores(
-            batch, lambda rows, **wanted: learner.score(rows, weights="reference", **wanted), top_k=0, has_hidden=True
-        )
-    else:
+    if rank == 0:
         learner.load_teacher_heads([tied_policy])
-        taught = with_self_scores(batch, reference.score, top_k=0, has_hidden=True)
+        score: Any = MegatronReference(tied_policy, OPTIONS).score
+    else:
+        score = partial(learner.score, weights="reference")
+    taught = with_self_scores(batch, partial(score, top_k=0, has_hidden=True))
     objective = DistillationObjective(DistillationObjectiveOptions(loss="forward_kl", distribution="full"))
     trained = learner.export_weights()
-    model, first = (transformers.AutoModelForCausalLM.from_pretrained(tied_policy, trust_remote_code=False) for _ in "ab")
+    model, first = (
+        transformers.AutoModelForCausalLM.from_pretrained(tied_policy, trust_remote_code=False) for _ in "ab"
+    )
     model.load_state_dict(dict(trained), strict=False)
     student, teacher, tokens = read_by_both(model, batch, first)
     expected = loss_of_paper("forward, whole", student, teacher, tokens).sum() / batch_size(batch)
@@ -225,7 +227,7 @@ def test_the_average_follows_the_weights_and_teaches(
 
 
 def with_average(learner: MegatronLearner, batch: Batch) -> Batch:
-    return with_self_scores(batch, lambda rows, **wanted: learner.score(rows, weights="average", **wanted), top_k=3)
+    return with_self_scores(batch, partial(learner.score, weights="average", top_k=3))
 
 
 def assert_equal_columns(found: Batch, expected: Batch) -> None:

@@ -145,8 +145,8 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
     """
     num_prompts = parts.settings.rollout.prompts_per_step
     feed = StepFeed(parts, recorder, step=step)
-    teacher_prompts = TeacherPrompts.of(parts.settings, parts.inputs.tokenizer)
-    put = partial(put_trajectories, parts.queue, parts.settings, teacher_prompts=teacher_prompts)
+    prompts = TeacherPrompts.of(parts.settings, parts.inputs.tokenizer)
+    put = lambda pairs: put_trajectories(parts.queue, parts.settings, prompts.added(pairs))
     if not parts.settings.dynamic_sampling.filter:
         groups = await feed.run(
             parts.source.next(num_prompts), on_groups=lambda settled: settle(parts.queue, settled, put=put)

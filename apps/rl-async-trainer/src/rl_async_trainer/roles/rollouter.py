@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_async_trainer.messages import ValidationBatch
 from rl_async_trainer.settings import AsyncSettings
-from rl_core import Prompt, Trajectory, TransferQueue
+from rl_core import TransferQueue
 from rl_core.errors import NotReadyError
 from rl_core.gpus import gpu_use_of
 from rl_metrics.reductions import (
@@ -66,12 +66,7 @@ class RunRollouter(Rollouter):
             deadline_s=settings.rollout.deadline_s,
             max_failures=FAILED_STEPS * settings.rollout.prompts_per_step,
         )
-        self._teacher_prompts: TeacherPrompts | None = None
-
-        def put(pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
-            put_trajectories(queue, settings, pairs, teacher_prompts=self._teacher_prompts)
-
-        super().__init__(queue, options, put=put)
+        super().__init__(queue, options)
         self._settings = settings
         self._log_directory = log_directory
         self._prompts_digest = prompts_digest
@@ -87,7 +82,8 @@ class RunRollouter(Rollouter):
         """
         settings = self._settings
         tokenizer = read_tokenizer(settings)
-        self._teacher_prompts = TeacherPrompts.of(settings, tokenizer)
+        prompts = TeacherPrompts.of(settings, tokenizer)
+        self.put = lambda pairs: put_trajectories(self.queue, settings, prompts.added(pairs))
         self.refusals = make_refusals(settings)
         self.engine = self.make_engine()
         await start_within(self.engine, settings)

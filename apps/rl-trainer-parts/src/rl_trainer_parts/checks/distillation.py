@@ -48,8 +48,11 @@ def distillation_problems(settings: Settings) -> Iterator[str]:
         )
     yield from _unused(settings)
     yield from _texts(settings)
-    if chosen.self_teacher.model is not None:
-        yield from _self_teacher(settings)
+    if chosen.self_teacher.prompts and settings.rollout.loop in OWN_PROMPTS:
+        yield (
+            f'rollout.loop = "{settings.rollout.loop}" renders prompts itself, so '
+            'distillation.self_teacher.prompts cannot replace them. Use "single_turn", or omit prompts.'
+        )
     if not found:
         yield from _pools(settings)
 
@@ -108,20 +111,6 @@ OWN_PROMPTS = ("tools", "agent", "verifiers")
 """Loops that render prompts themselves."""
 
 
-def _self_teacher(settings: Settings) -> Iterator[str]:
-    """Problems of a policy that is its own teacher."""
-    chosen, loop = settings.distillation, settings.rollout.loop
-    if chosen.self_teacher.prompts and loop in OWN_PROMPTS:
-        yield (
-            f'distillation.self_teacher.prompts replaces the prompts of the data, but rollout.loop = "{loop}" renders '
-            'its own. Use "single_turn" or "environment", or omit prompts.'
-        )
-    with contextlib.suppress(SettingsError, DataError, OSError, ValueError):  # other checks report it
-        size = model_config(settings.policy.path, settings.policy.backend).vocab_size
-        if chosen.num_top > size:
-            yield f"distillation.top_k = {chosen.num_top} exceeds the policy's vocabulary of {size} tokens. Lower it."
-
-
 def _pools(settings: Settings) -> Iterator[str]:
     """Problems of teachers for which this machine lacks resources; Ray checks those of a joined cluster."""
     there, before = machine_shares(), list[str]()
@@ -162,6 +151,9 @@ def teacher_files(settings: Settings) -> Iterator[str]:
     student = None
     with contextlib.suppress(SettingsError, DataError, OSError, ValueError):  # other checks report it
         student = model_config(settings.policy.path)
+    chosen = settings.distillation
+    if chosen.self_teacher.model is not None and student is not None and chosen.num_top > student.vocab_size:
+        yield f"distillation.top_k = {chosen.num_top} exceeds the policy's {student.vocab_size} tokens. Lower it."
     for name, teacher in settings.distillation.teachers.items():
         setting = f"distillation.teachers.{name}"
         found = list(check_policy_folder(teacher.model, setting=f"{setting}.model", file=settings.file))
@@ -226,8 +218,7 @@ def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iter
     texts = text_options(settings, tokenizer)
     if texts is not None:
         count_texts(prompts, texts, encode=partial(tokenizer.encode, add_special_tokens=False))
-    if (teacher_prompts := TeacherPrompts.of(settings, tokenizer)) is not None:
-        teacher_prompts.check(prompts)
+    TeacherPrompts.of(settings, tokenizer).check(prompts)
     if not chosen.teachers:
         return
     found: list[str] = []

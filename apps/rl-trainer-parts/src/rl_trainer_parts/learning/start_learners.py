@@ -40,19 +40,21 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
     )
     learner = replace(settings.optimizer, image_folder=settings.image_folder)
     try:
+        taught = settings.distillation
+        own, decay = taught.self_teacher.model, taught.self_teacher.average_decay
         where_built: Any = {"ranks": ranks, "backend": settings.policy.backend}
-        own, decay = settings.distillation.self_teacher.model, settings.distillation.self_teacher.average_decay
         kept: Any = {"lora": settings.lora, "average_decay": decay if own == "average" else 0.0}
+        wanted: Any = {"top_k": taught.num_top, "temperature": taught.temperature, "has_hidden": taught.needs_hidden}
         policy = MegatronLearner(settings.policy.path, learner, **where_built, **kept)
-        self_teacher: ScoreTokens | None = partial(policy.score, weights=own) if own is not None else None
+        self_teacher: ScoreTokens | None = None if own is None else partial(policy.score, weights=own, **wanted)
         reference = critic = None
         if settings.lora.rank and needs_reference(settings):
             reference = policy.reference()  # the policy's own base, without its adapter
         elif needs_reference(settings):
             reference = MegatronReference(settings.policy.path, learner, **where_built)
-            self_teacher = reference.score if own == "reference" else self_teacher
-            if own == "reference" and settings.distillation.needs_hidden:
-                policy.load_teacher_heads([settings.policy.path])
+            if own == "reference":
+                self_teacher = partial(reference.score, **wanted)
+                policy.load_teacher_heads([settings.policy.path] if taught.needs_hidden else [])
         if needs_critic(settings):
             chosen = settings.critic
             rates = {name: getattr(chosen, name) for name in ("learning_rate", "warmup_steps", "clip_grad")}

@@ -128,16 +128,9 @@ def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> 
             found = learners.critic.values(without_experts(rows))
         rows = rows.with_columns({"values": found})
     if learners.self_teacher is not None:
-        chosen = parts.settings.distillation
+        keeps_prompts = not parts.settings.distillation.self_teacher.prompts
         with recorder.timer("teacher"):
-            rows = with_self_scores(
-                rows,
-                learners.self_teacher,
-                top_k=chosen.num_top,
-                temperature=chosen.temperature,
-                has_hidden=chosen.needs_hidden,
-                keeps_prompts=not chosen.self_teacher.prompts,
-            )
+            rows = with_self_scores(rows, learners.self_teacher, keeps_prompts=keeps_prompts)
     return rows
 
 

@@ -32,7 +32,7 @@ from rl_rollout.prompts import PromptSet, PromptTokenizer
 from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew
 from rl_trainer_parts.learning.objective import gdpo_components, has_teachers
 from rl_trainer_parts.rollouts.inputs import make_scorer
-from rl_trainer_parts.rollouts.teacher_prompts import TeacherPrompts
+from rl_trainer_parts.rollouts.teacher_prompts import Pairs
 from rl_trainer_parts.settings.schema import Settings
 
 TRAIN = "train"
@@ -202,26 +202,17 @@ def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: 
     ]
 
 
-def put_trajectories(
-    queue: TransferQueue,
-    settings: Settings,
-    pairs: Sequence[tuple[Prompt, Trajectory]],
-    *,
-    teacher_prompts: TeacherPrompts | None = None,
-) -> None:
+def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Pairs) -> None:
     """Put whole sessions into the queue, with reward components if the advantage compares them.
 
     Args:
         queue: The queue.
         settings: The run's settings.
         pairs: Prompts with their trajectories.
-        teacher_prompts: Adds the prompts of a policy that teaches itself.
 
     Raises:
-        DataError: A trajectory lacks such a component, or does not begin with the prompt that a teacher's replaces.
+        DataError: A trajectory lacks such a component.
     """
-    if teacher_prompts is not None:
-        pairs = teacher_prompts.added(pairs)
     trajectories = [trajectory for _, trajectory in pairs]
     batch = _with_experts(Batch.from_trajectories(trajectories), expert_shape(settings))
     if settings.metrics.log_rollouts:

@@ -1,4 +1,4 @@
-"""Prompts of a policy that teaches itself: the student's prompt with hints, demonstrations or feedback."""
+"""Prompts of a policy that teaches itself: its own prompts with hints, demonstrations or feedback."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rl_core import Prompt, Trajectory
-from rl_core.data import IntArray, Json
+from rl_core.data import Json
 from rl_core.errors import DataError
 from rl_distill.teacher import TEACHER_PROMPT, SelfTeacherOptions
 from rl_rollout.prompts import PromptTokenizer
@@ -15,9 +15,10 @@ from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
 FEEDBACK, BEST_RESPONSE = "feedback", "best_response"
-"""Names in templates that have values only after the rollouts."""
+"""Names in templates whose values are known only after the rollouts."""
+NAME = re.compile(r"\{(\w+)\}")
 
-Pair = tuple[Prompt, Trajectory]
+Pairs = Sequence[tuple[Prompt, Trajectory]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,11 @@ class TeacherPrompts:
     longest: int
 
     @classmethod
-    def of(cls, settings: Settings, tokenizer: PromptTokenizer) -> "TeacherPrompts | None":
-        """Return what makes the prompts; None if the teacher has none of its own."""
+    def of(cls, settings: Settings, tokenizer: PromptTokenizer) -> "TeacherPrompts":
+        """Return what makes the prompts of a run; without templates, it changes nothing."""
         options = settings.distillation.self_teacher
-        if options.model is None or not options.prompts:
-            return None
+        if not options.prompts:
+            return cls(options, tokenizer, 0)
         positions = model_config(settings.policy.path, settings.policy.backend).max_position_embeddings
         return cls(options, tokenizer, positions - settings.rollout.max_response_tokens)
 
@@ -49,79 +50,61 @@ class TeacherPrompts:
         Raises:
             DataError: A row lacks a column, or its prompt is too long.
         """
-        for prompt in prompts:
+        for prompt in prompts if self.options.prompts else ():
+            values = _values(prompt)
             for template in self.options.prompts:
-                names = {*_names(template)} - {FEEDBACK, BEST_RESPONSE}
-                if missing := sorted(names - prompt.columns.keys() - {"prompt"}):
+                where = f"distillation.self_teacher.prompts: {template!r} for prompt {prompt.uid!r}"
+                if missing := {*_names(template)} - values.keys() - {FEEDBACK, BEST_RESPONSE}:
+                    columns = ", ".join(map(repr, sorted(prompt.columns)))
+                    raise DataError(f"{where} needs the column {min(missing)!r}; the row has {columns}.")
+                if (size := len(self._filled(template, prompt, values))) > self.longest:
                     raise DataError(
-                        f"distillation.self_teacher.prompts has {template!r}, but prompt {prompt.uid!r} has no column "
-                        f"{missing[0]!r}; its columns: {', '.join(map(repr, sorted(prompt.columns)))}."
-                    )
-                ids = self._fill(template, prompt, _values(prompt))
-                if ids is not None and len(ids) > self.longest:
-                    raise DataError(
-                        f"distillation.self_teacher.prompts: {template!r} gives prompt {prompt.uid!r} {len(ids)} "
-                        f"tokens. With rollout.max_response_tokens, the model's positions leave {self.longest}. "
-                        "Shorten it."
+                        f"{where} has {size} tokens; the model's positions leave {self.longest} beside "
+                        "rollout.max_response_tokens. Shorten it."
                     )
 
-    def added(self, pairs: Sequence[Pair]) -> list[Pair]:
+    def added(self, pairs: Pairs) -> Pairs:
         """Return the trajectories of whole groups, with their teacher's prompts in the extras.
 
         Raises:
             DataError: A trajectory does not begin with its prompt.
         """
-        found = []
-        for prompt, trajectory in pairs:
-            size = len(prompt.input_ids)
-            if trajectory.num_prompt_tokens != size or (trajectory.input_ids[:size] != prompt.input_ids).any():
-                raise DataError(
-                    f"session {trajectory.session_index} of prompt {prompt.uid!r} must begin with the prompt's tokens, "
-                    "which distillation.self_teacher.prompts replaces. Use a rollout.loop that keeps the prompt, such "
-                    'as "single_turn".'
-                )
-            values = _values(prompt) | {k: v for k, v in trajectory.extras.items() if k == FEEDBACK}
-            if (best := self._best_response(trajectory, pairs)) is not None:
-                values[BEST_RESPONSE] = best
-            for template in self.options.prompts:
-                ids = self._fill(template, prompt, values)
-                if ids is not None and len(ids) <= self.longest:
-                    trajectory = replace(trajectory, extras={**trajectory.extras, TEACHER_PROMPT: ids.tolist()})
-                    break
-            found.append((prompt, trajectory))
-        return found
+        return [(prompt, self._taught(prompt, one, pairs)) for prompt, one in pairs] if self.options.prompts else pairs
 
-    def _best_response(self, trajectory: Trajectory, pairs: Sequence[Pair]) -> str | None:
-        """Return the response with the highest reward of the group's other sessions, if it is high enough."""
-        others = [
-            one
-            for prompt, one in pairs
-            if prompt.uid == trajectory.prompt_uid and one.session_index != trajectory.session_index
-        ]
-        best = max(others, key=lambda one: one.reward or 0.0, default=None)
-        if best is None or best.reward is None or best.reward < self.options.min_reward:
+    def _taught(self, prompt: Prompt, one: Trajectory, pairs: Pairs) -> Trajectory:
+        """Return a trajectory with the first teacher's prompt whose values are all known and that is not too long."""
+        if not np.array_equal(one.input_ids[: one.num_prompt_tokens], prompt.input_ids):
+            raise DataError(
+                f"session {one.session_index} of prompt {prompt.uid!r} must begin with the prompt's tokens, which "
+                "distillation.self_teacher.prompts replaces. Use a rollout.loop that keeps them, such as "
+                '"single_turn".'
+            )
+        values = {**_values(prompt), BEST_RESPONSE: self._best_response(one, pairs)}
+        values |= {name: value for name, value in one.extras.items() if name == FEEDBACK}
+        filled = (self._filled(template, prompt, values) for template in self.options.prompts)
+        ids = next((ids for ids in filled if 0 < len(ids) <= self.longest), None)
+        return one if ids is None else replace(one, extras={**one.extras, TEACHER_PROMPT: ids})
+
+    def _best_response(self, one: Trajectory, pairs: Pairs) -> str | None:
+        """Return the response with the highest reward of the group's other sessions; None if none is good enough."""
+        others = [t for _, t in pairs if t.prompt_uid == one.prompt_uid and t.session_index != one.session_index]
+        rewards = [t.reward or 0.0 for t in others]
+        if max(rewards, default=-np.inf) < self.options.min_reward:
             return None
+        best = others[int(np.argmax(rewards))]
         return self.tokenizer.decode([best.input_ids[best.num_prompt_tokens :]])[0]
 
-    def _fill(self, template: str, prompt: Prompt, values: Mapping[str, Json]) -> IntArray | None:
-        """Return the tokens of a template or column; None if a name has no value."""
+    def _filled(self, template: str, prompt: Prompt, values: Mapping[str, Json]) -> list[int]:
+        """Return the tokens of a template or column; none if a name has no value."""
         if any(values.get(name) in (None, "", []) for name in _names(template)):
-            return None
-        filled = values[template] if template in values else NAME.sub(lambda name: str(values[name[1]]), template)
-        where = f"distillation.self_teacher.prompts, prompt {prompt.uid!r}"
-        if isinstance(filled, str) and not prompt.messages:
-            (ids,) = self.tokenizer.encode([filled], add_special_tokens=True)
-        else:
-            last = (
-                [*prompt.messages[:-1], {**prompt.messages[-1], "content": filled}]
-                if isinstance(filled, str)
-                else filled
-            )
-            (ids,) = self.tokenizer.encode([self.tokenizer.render(last, where=where)], add_special_tokens=False)
-        return np.asarray(ids, dtype=np.int32)
-
-
-NAME = re.compile(r"\{(\w+)\}")
+            return []
+        found = values[template] if template in values else NAME.sub(lambda name: str(values[name[1]]), template)
+        if isinstance(found, str) and not prompt.messages:
+            return self.tokenizer.encode([found], add_special_tokens=True)[0]
+        if isinstance(found, str):
+            found = [*prompt.messages[:-1], {**prompt.messages[-1], "content": found}]
+        text = self.tokenizer.render(found, where=f"the teacher's prompt of {prompt.uid!r}")
+        return self.tokenizer.encode([text], add_special_tokens=False)[0]
 
 
 def _names(template: str) -> list[str]:
@@ -130,6 +113,5 @@ def _names(template: str) -> list[str]:
 
 
 def _values(prompt: Prompt) -> dict[str, Json]:
-    """Return the values of a prompt's names: its columns, and its text or last message as "prompt"."""
-    text = prompt.messages[-1].get("content") if prompt.messages else prompt.columns.get("prompt")
-    return {**prompt.columns, "prompt": text}
+    """Return the columns of a prompt, and its text or last message as "prompt"."""
+    return {**prompt.columns, **({"prompt": prompt.messages[-1].get("content")} if prompt.messages else {})}

@@ -149,10 +149,6 @@ class MegatronLearner(TrainedModel):
             )
         return BaseReference(self)
 
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
-        return self._score(batch, temperature=temperature)
-
     def train_step(
         self,
         batch: Batch,
@@ -240,10 +236,6 @@ class MegatronReference(RankedModel):
     """A frozen policy, without gradients or optimizer."""
 
     kind, trains = "reference", False
-
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
-        return self._score(batch, temperature=temperature)
 
 
 def _objective_of_values(

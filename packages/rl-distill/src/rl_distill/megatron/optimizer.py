@@ -115,17 +115,15 @@ class RankAdam(ABC):
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
         with self.on_device():
             self._apply()
-            for main in self._mains.values() if self._average_decay else ():
-                if main.tensor is not None and main.inner is not None:
-                    main.inner.state[main.tensor][AVERAGE].lerp_(main.tensor.detach(), 1 - self._average_decay)
+            for tensor, state in self._states() if self._average_decay else ():
+                state[AVERAGE].lerp_(tensor.detach(), 1 - self._average_decay)
 
     def keep_average(self, decay: float) -> None:
         """Keep a moving average of the float32 weights, which starts from them; each step keeps this share."""
         self._average_decay, self.kinds = decay, (*MOMENTS, AVERAGE)
         self.start_moments()
-        for main in self._mains.values():
-            if main.tensor is not None and main.inner is not None:
-                main.inner.state[main.tensor].setdefault(AVERAGE, main.tensor.detach().clone())
+        for tensor, state in self._states():
+            state.setdefault(AVERAGE, tensor.detach().clone())
 
     def keep_on_host(self) -> None:
         """Keep moments and float32 weights in host memory from now on, except during `step` and `on_device`."""
@@ -200,11 +198,16 @@ class RankAdam(ABC):
 
     def start_moments(self) -> None:
         """Create the moments before the first step, which otherwise does."""
+        for tensor, state in self._states():
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                state.update({name: torch.zeros_like(tensor) for name in MOMENTS})
+
+    def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield what the optimizer updates on this rank, each with its state."""
         for main in self._mains.values():
-            if main.tensor is not None and main.inner is not None and not main.inner.state[main.tensor]:
-                state = main.inner.state[main.tensor]
-                state["step"] = torch.zeros((), dtype=torch.float32, device=main.tensor.device)
-                state.update({name: torch.zeros_like(main.tensor) for name in MOMENTS})
+            if main.tensor is not None and main.inner is not None:
+                yield main.tensor, main.inner.state[main.tensor]
 
     def set_step(self, step: int) -> None:
         """Set the number of steps done so far, by which Adam corrects its moments."""

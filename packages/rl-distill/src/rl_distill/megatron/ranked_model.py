@@ -147,6 +147,10 @@ class RankedModel:
         elif ranks is not None and ranks.is_alive:
             ranks.call_all(RankHost.drop, self._name)
 
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
+        return self._score(batch, temperature=temperature)
+
     def _score(self, batch: Batch, *, temperature: float = 1.0, weights: Weights = "policy") -> Ragged:
         """Compute one float32 per token, or per id in `target_ids`, in the batch's row order."""
         check_temperature(temperature)

@@ -230,12 +230,11 @@ class DistillationOptions:
 
     def _self_problems(self) -> Iterator[str]:
         """Yield a message for each option that a policy that teaches itself does not support."""
-        chosen = self.self_teacher
-        others = {"teachers": self.teachers, "texts": self.texts, "default_teacher": self.default_teacher}
-        others |= {"cache": self.cache, 'other_tokenizer = "align"': self.other_tokenizer == "align"}
-        for name in (name for name, value in others.items() if value):
-            yield f'self_teacher.model = "{chosen.model}" scores every prompt itself; omit {name}.'
-        if chosen.model == "policy" and not chosen.prompts:
+        model = self.self_teacher.model
+        for name in ("teachers", "texts", "default_teacher", "cache", "other_tokenizer"):
+            if getattr(self, name) not in (None, {}, "refuse"):
+                yield f'self_teacher.model = "{model}" scores all trajectories with the learner; omit {name}.'
+        if model == "policy" and not self.self_teacher.prompts:
             yield (
                 'self_teacher.model = "policy" needs self_teacher.prompts, since the policy under its own prompt has '
                 'nothing to teach itself. Set them, or model = "average" or "reference".'

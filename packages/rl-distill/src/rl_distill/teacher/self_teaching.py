@@ -14,20 +14,11 @@ from rl_distill.teacher.scores import NO_TEACHER, NO_TOKEN
 TEACHER_PROMPT = "_teacher_prompt"
 """Key of the token ids of the teacher's prompt in a row's extras."""
 
+ScoreTokens = Callable[[Batch], tuple[Ragged, Ragged, Ragged | None]]
+"""Scores tokens as `rl_distill.megatron.learner.MegatronLearner.score` does, with its other arguments bound."""
 
-ScoreTokens = Callable[..., tuple[Ragged, Ragged, Ragged | None]]
-"""The method `score` of a policy or a reference, as `rl_distill.megatron.learner.MegatronLearner.score`."""
 
-
-def with_self_scores(
-    batch: Batch,
-    score: ScoreTokens,
-    *,
-    top_k: int,
-    temperature: float = 1.0,
-    has_hidden: bool = False,
-    keeps_prompts: bool = False,
-) -> Batch:
+def with_self_scores(batch: Batch, score: ScoreTokens, *, keeps_prompts: bool = False) -> Batch:
     """Add the columns of a teacher that reads another prompt before the same response.
 
     A row's response begins at its first trained token. Rows without a teacher's prompt get no teacher (index -1).
@@ -35,13 +26,11 @@ def with_self_scores(
     Args:
         batch: Rows with `input_ids`, `loss_mask` and, in their extras, `TEACHER_PROMPT`.
         score: Scores the rows under the teacher's prompts.
-        top_k: Number K of most probable tokens to compare.
-        temperature: Divisor of the teacher's logits.
-        has_hidden: Add `teacher_hidden`, for whole distributions.
         keeps_prompts: The teacher reads the rows unchanged.
 
     Returns:
-        The batch with `teacher_logprobs` and `teacher_ids` [K + 1], and `teacher_index`, of each trained token.
+        The batch with `teacher_logprobs` and `teacher_ids` [K + 1], `teacher_index` and, if the scores have hidden
+        states, `teacher_hidden` of each trained token.
     """
     ids, mask = batch.ragged("input_ids"), batch.ragged("loss_mask")
     prompts = [None if keeps_prompts else extras.get(TEACHER_PROMPT) for extras in batch.extras]
@@ -49,8 +38,8 @@ def with_self_scores(
     scored = rows or [0]  # without any, the scores of a row give the columns' shapes
     read = [ids[n] if prompts[n] is None else [*prompts[n], *ids[n][mask[n].argmax() :]] for n in scored]
     tokens = Ragged.from_rows(read, dtype="int32")
-    chosen = batch.select(scored).only(frozenset()).with_columns({"input_ids": tokens}).with_extras([{}] * len(scored))
-    found = score(chosen, top_k=top_k, temperature=temperature, has_hidden=has_hidden)
+    chosen = batch.select(scored).only(frozenset()).with_columns({"input_ids": tokens})
+    found = score(chosen.with_extras([{}] * len(scored)))
 
     places = [np.flatnonzero(mask[row]) - len(mask[row]) for row in rows]  # from the end, where both are equal
     here, there = (
