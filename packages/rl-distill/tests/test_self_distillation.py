@@ -36,7 +36,7 @@ LOSSES = {
 
 @pytest.fixture
 def batch(make_batch: MakeBatch) -> Batch:
-    extras = [{} if prompt is None else {TEACHER_PROMPT: prompt, "other": 1} for prompt in PROMPTS]
+    extras = [{} if prompt is None else {TEACHER_PROMPT: [2, prompt], "other": 1} for prompt in PROMPTS]
     return make_batch(LENGTHS).with_extras(extras)
 
 

@@ -73,7 +73,8 @@ class TeacherPrompts:
 
     def _taught(self, prompt: Prompt, one: Trajectory, pairs: Pairs) -> Trajectory:
         """Return a trajectory with the first teacher's prompt whose values are all known and that is not too long."""
-        if not np.array_equal(one.input_ids[: one.num_prompt_tokens], prompt.input_ids):
+        size = len(prompt.input_ids)
+        if not np.array_equal(one.input_ids[:size], prompt.input_ids):
             raise DataError(
                 f"session {one.session_index} of prompt {prompt.uid!r} must begin with the prompt's tokens, which "
                 "distillation.self_teacher.prompts replaces. Use a rollout.loop that keeps them, such as "
@@ -83,7 +84,7 @@ class TeacherPrompts:
         values |= {name: value for name, value in one.extras.items() if name == FEEDBACK}
         filled = (self._filled(template, prompt, values) for template in self.options.prompts)
         ids = next((ids for ids in filled if 0 < len(ids) <= self.longest), None)
-        return one if ids is None else replace(one, extras={**one.extras, TEACHER_PROMPT: ids})
+        return one if ids is None else replace(one, extras={**one.extras, TEACHER_PROMPT: [size, ids]})
 
     def _best_response(self, one: Trajectory, pairs: Pairs) -> str | None:
         """Return the response with the highest reward of the group's other sessions; None if none is good enough."""

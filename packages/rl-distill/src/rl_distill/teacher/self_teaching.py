@@ -12,7 +12,7 @@ from rl_core.data import Batch, Column, Ragged
 from rl_distill.teacher.scores import NO_TEACHER, NO_TOKEN
 
 TEACHER_PROMPT = "_teacher_prompt"
-"""Key of the token ids of the teacher's prompt in a row's extras."""
+"""Key in a row's extras: number of the row's first tokens that the teacher does not read, and ids of its own prompt."""
 
 ScoreTokens = Callable[[Batch], tuple[Ragged, Ragged, Ragged | None]]
 """Scores tokens as `rl_distill.megatron.learner.MegatronLearner.score` does, with its other arguments bound."""
@@ -21,7 +21,7 @@ ScoreTokens = Callable[[Batch], tuple[Ragged, Ragged, Ragged | None]]
 def with_self_scores(batch: Batch, score: ScoreTokens, *, keeps_prompts: bool = False) -> Batch:
     """Add the columns of a teacher that reads another prompt before the same response.
 
-    A row's response begins at its first trained token. Rows without a teacher's prompt get no teacher (index -1).
+    Rows without a teacher's prompt get no teacher (index -1).
 
     Args:
         batch: Rows with `input_ids`, `loss_mask` and, in their extras, `TEACHER_PROMPT`.
@@ -36,7 +36,7 @@ def with_self_scores(batch: Batch, score: ScoreTokens, *, keeps_prompts: bool = 
     prompts = [None if keeps_prompts else extras.get(TEACHER_PROMPT) for extras in batch.extras]
     rows = [row for row, of in enumerate(prompts) if mask[row].any() and (of is not None or keeps_prompts)]
     scored = rows or [0]  # without any, the scores of a row give the columns' shapes
-    read = [ids[n] if prompts[n] is None else [*prompts[n], *ids[n][mask[n].argmax() :]] for n in scored]
+    read = [ids[n] if (of := prompts[n]) is None else [*of[1], *ids[n][of[0] :]] for n in scored]
     tokens = Ragged.from_rows(read, dtype="int32")
     chosen = batch.select(scored).only(frozenset()).with_columns({"input_ids": tokens})
     found = score(chosen.with_extras([{}] * len(scored)))
