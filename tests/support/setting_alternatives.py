@@ -59,7 +59,7 @@ TWO_TEACHERS = {
 }
 SELF = {
     "distillation.self_teacher.model": "policy",
-    "distillation.self_teacher.prompts": '["{{best_response}}", "{{prompt}}{{prompt}}"]',
+    "distillation.self_teacher.prompts": '["{best_response}", "{prompt}{prompt}"]',
     "distillation.top_k": 4,
 }
 MEGATRON = {**TEACHER, "distillation.teachers.t.engine": "megatron"}
@@ -247,8 +247,9 @@ ALTERNATIVES: Mapping[str, Other] = {
     "correction.floor": other(0.9999, CORRECTED),
     "correction.reject": other("{ token_k1 = [0.99, 1.01] }", algorithm__old_logprobs="recompute"),
     "distillation.teachers": other("{}", TEACHER),
+    "distillation.self_teacher": other('{ model = "average" }', distillation__loss="k1"),
     "distillation.self_teacher.model": other("reference", SELF),
-    "distillation.self_teacher.prompts": other('["{{prompt}}{{prompt}}"]', SELF),
+    "distillation.self_teacher.prompts": other('["{prompt}{prompt}"]', SELF),
     "distillation.self_teacher.min_reward": other(2.0, SELF),
     "distillation.self_teacher.average_decay": other(0.5, SELF, {"distillation.self_teacher.model": "average"}),
     "distillation.default_teacher": other("u", TEACHERS),
