@@ -57,7 +57,8 @@ DISTILLATION = (
     *_comparison("actor/distillation", of=""),
     token_mean(
         "actor/distillation/aligned_fraction",
-        "Share of trained tokens that a teacher scored; below 1 if its tokenizer differs.",
+        "Share of trained tokens that a teacher scored; below 1 if its tokenizer differs, or if trajectories have no "
+        "teacher's prompt.",
         healthy=between(0.5, 1.0),
     ),
     *_comparison("actor/distillation/{teacher}", of=", on this teacher's tokens"),
