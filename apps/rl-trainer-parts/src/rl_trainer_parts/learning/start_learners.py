@@ -47,7 +47,8 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         wanted: Any = {"top_k": taught.num_top, "temperature": taught.temperature, "has_hidden": taught.needs_hidden}
         policy = MegatronLearner(settings.policy.path, learner, **where_built, **kept)
         self_teacher: ScoreTokens | None = None if own is None else partial(policy.score, weights=own, **wanted)
-        reference = critic = None
+        reference: Any = None
+        critic = None
         if settings.lora.rank and needs_reference(settings):
             reference = policy.reference()  # the policy's own base, without its adapter
         elif needs_reference(settings):
