@@ -57,6 +57,11 @@ TWO_TEACHERS = {
     "distillation.teachers.t.data_sources": ["of_0"],
     "distillation.teachers.u.model": "{folder}/policy",
 }
+SELF = {
+    "distillation.self_teacher.model": "policy",
+    "distillation.self_teacher.prompts": '["{best_response}", "{prompt}{prompt}"]',
+    "distillation.top_k": 4,
+}
 MEGATRON = {**TEACHER, "distillation.teachers.t.engine": "megatron"}
 ROLES = {"roles.placement": "process"}
 ROLES_OF_TEACHERS = {**ROLES, **TEACHER}
@@ -243,6 +248,11 @@ ALTERNATIVES: Mapping[str, Other] = {
     "correction.floor": other(0.9999, CORRECTED),
     "correction.reject": other("{ token_k1 = [0.99, 1.01] }", algorithm__old_logprobs="recompute"),
     "distillation.teachers": other("{}", TEACHER),
+    "distillation.self_teacher": other('{ model = "average" }', distillation__loss="k1"),
+    "distillation.self_teacher.model": other("reference", SELF),
+    "distillation.self_teacher.prompts": other('["{prompt}{prompt}"]', SELF),
+    "distillation.self_teacher.min_reward": other(2.0, SELF),
+    "distillation.self_teacher.average_decay": other(0.5, SELF, {"distillation.self_teacher.model": "average"}),
     "distillation.default_teacher": other("u", TEACHERS),
     "distillation.route_by": other("level", TEACHERS),
     "distillation.loss": other("reverse_kl", TEACHER),

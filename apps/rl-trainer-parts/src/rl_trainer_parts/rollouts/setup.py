@@ -32,6 +32,7 @@ from rl_rollout.prompts import PromptSet, PromptTokenizer
 from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew
 from rl_trainer_parts.learning.objective import gdpo_components, has_teachers, needs_greedy
 from rl_trainer_parts.rollouts.inputs import make_scorer
+from rl_trainer_parts.rollouts.teacher_prompts import Pairs
 from rl_trainer_parts.settings.schema import Settings
 
 TRAIN = "train"
@@ -206,7 +207,7 @@ def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: 
     ]
 
 
-def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
+def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Pairs) -> None:
     """Put whole sessions into the queue, with reward components if the advantage compares them.
 
     Args:
