@@ -184,7 +184,7 @@ class FakeModel:
         columns = {name: pack.micro_batch.columns[name] for name in sorted(pack.micro_batch.columns)}
         ids = pack.micro_batch.input_ids
         scored = (-1.3 - 0.07 * (ids % 5)).float().requires_grad_()
-        self.trace.add(f"{self.kind} trains", len(batch), columns, options)
+        self.trace.add(f"{self.kind} trains", len(batch), ids, columns, options)
         loss, sums = self._loss(scored, objective, pack.micro_batch)
         self.trace.add(f"{self.kind} loss", loss.detach(), scored.grad, sorted(sums))
         self.step += 1

@@ -307,6 +307,10 @@ ALTERNATIVES: Mapping[str, Other] = {
     "cluster.ray_address": other("host:6379", RAY_RANKS, cluster__gpus_per_rank=0),
     "cluster.start_deadline_s": other(300.0, RANKS),
     "cluster.call_deadline_s": other(300.0, RANKS),
+    "sft.columns": other(["prompt", "answer"]),
+    "sft.batch_size": other(3),
+    "sft.epochs": other(2),
+    "sft.shuffle": other(False),
     "weights.transport": other("tcp", PROCESS),
     "weights.host": other("127.0.0.2", NETWORK),
     "weights.bucket_mib": other(16, NETWORK),
@@ -353,3 +357,8 @@ ALTERNATIVES: Mapping[str, Other] = {
         )
     },
 }
+
+OF_SFT: Mapping[str, Other] = {
+    "trainer.target.stop": other(True, TWO_STEPS, trainer__target__value=100.0),
+}
+"""Rows in place of these for supervised training."""
