@@ -30,6 +30,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "algorithm__kl_target": 0.01,
     },
     **{f"advantage-{name}": {"algorithm__advantage": name} for name in ("rloo", "opo", "gpg", "grpo_passk")},
+    "remax": {"algorithm__advantage": "remax", "dynamic_sampling__filter": "reward_spread"},
+    "lite-ppo": {"algorithm__advantage": "lite_ppo", "algorithm__aggregation": "token-sum"},
+    "maxrl-and-dro": {"algorithm__advantage": "maxrl", "algorithm__policy_loss": "dro", "trainer__minibatches": 2},
+    "otb": {**RECOMPUTED, "algorithm__advantage": "optimal_token_baseline", "correction__weights": "token"},
+    "truncated": {"rollout__mask_truncated": True, "algorithm__advantage": "rloo"},
     "advantage-baseline": {"algorithm__advantage": "reinforce_plus_plus_baseline", "algorithm__session_rule": "each"},
     **{
         f"loss-{name}": {"algorithm__policy_loss": name, "trainer__minibatches": 2}
@@ -42,11 +47,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "banded": {**RECOMPUTED, "correction__weights": "token", "correction__floor": 0.5},
     "rejection": {**RECOMPUTED, "correction__reject": "{token_k1 = 2.0, seq_mean_k3 = 0.1}"},
     "minibatches": {"trainer__minibatches": 2},
-    "no-dual-clip": {"algorithm__policy_loss_options": "{dual_clip = inf}"},
+    "no-dual-clip": {"algorithm__dual_clip": math.inf},
     "ppo": {"algorithm__advantage": "gae", "trainer__minibatches": 2, "trainer__epochs": 2},
     "offload": {"trainer__offload_learner": True, "algorithm__advantage": "gae", "algorithm__kl_coefficient": 0.1},
     "refill": {"dynamic_sampling__filter": "reward_spread", "dynamic_sampling__max_rounds": 2},
     "other-temperature": {"rollout__temperature": 0.7},
+    "truncated-sampling": {"rollout__top_p": 0.8, "rollout__top_k": 6, "algorithm__advantage": "gae", **RECOMPUTED},
+    "muon": {"optimizer__algorithm": "muon", "algorithm__advantage": "gae"},
     "class-of-transformers": {"policy__backend": "transformers"},
     "everything": {
         **RECOMPUTED,
@@ -106,6 +113,10 @@ def test_two_steps(name: str, run: TinyRun) -> None:
         assert first["rollout/made_up_groups"] <= first["rollout/refused_groups"]
         if not first["rollout/made_up_groups"]:
             assert first["rollout/groups_without_spread_ratio"] == 0
+    if "rollout__mask_truncated" in settings:
+        assert first["response/masked_ratio"] == first["response_length/clip_ratio"] > 0
+    if settings.get("algorithm__advantage") == "remax":
+        assert 0 <= first["rollout/greedy_reward"] <= 1
     if settings.get("correction__weights"):
         assert first["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
     if settings.get("correction__reject"):
@@ -157,7 +168,7 @@ def test_components_of_the_rewards_parts_reach_gdpo_and_acc_stays_the_main_metri
         reward__function="",
         reward__parts=f"[{{function='{reward}:reward', name='task'}}, {{function='{reward}:penalty'}}]",
         algorithm__advantage="gdpo",
-        algorithm__advantage_options="{weights = {acc = 1.0, 'task/length' = 2.0}}",
+        algorithm__weights="{acc = 1.0, 'task/length' = 2.0}",
     )
     assert first["critic/advantages/max"] > 0 > first["critic/advantages/min"]
     assert first["reward/task/length/mean"] > 0 > first["reward/penalty/mean"]
@@ -169,9 +180,7 @@ def test_components_of_the_rewards_parts_reach_gdpo_and_acc_stays_the_main_metri
 
 
 def test_a_component_that_the_reward_does_not_give_is_named(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
-    status = train_here(
-        run, algorithm__advantage="gdpo", algorithm__advantage_options="{weights = {style = 1.0}}", trainer__steps=1
-    )
+    status = train_here(run, algorithm__advantage="gdpo", algorithm__weights="{style = 1.0}", trainer__steps=1)
     assert status == 2
     assert "names the component 'style', but the reward function returned" in capsys.readouterr().err
 
@@ -204,14 +213,13 @@ def test_the_same_weights_validate_as_they_did_in_the_run(run: TinyRun, capsys: 
     assert train_here(run) == 0
     row = read_metrics(run.run_folder / "metrics.jsonl")[-1]
     assert main(["export", str(run.run_folder), str(run.folder / "exported")]) == 0
-    capsys.readouterr()
-    for policy in (run.run_folder, run.folder / "exported"):
-        assert main(["validate", str(run.settings_file), "--policy", str(policy), "--metrics.console=off"]) == 0
-        said = dict(line.split(" ") for line in capsys.readouterr().out.splitlines()[1:])
-        assert float(said["validation_mean_reward"]) == pytest.approx(
-            row.metrics["val-core/arithmetic/reward/mean@1"], abs=1e-4
-        )
-        assert float(said["test_mean_reward"]) == pytest.approx(row.metrics["test/mean_reward"], abs=1e-4)
+    words = ["validate", str(run.settings_file), "--metrics.console=off", f"--json={run.folder}/found.json"]
+    assert main([*words, *(f"--policy={policy}" for policy in (run.run_folder, run.folder / "exported"))]) == 0
+    name = "val-core/arithmetic/reward/mean@1"
+    for found in json.loads((run.folder / "found.json").read_text())["policies"].values():
+        assert found["validation"][name] == pytest.approx(row.metrics[name], abs=1e-6)
+        assert found["test"][name] == pytest.approx(row.metrics["test/mean_reward"], abs=1e-6)
+    assert "B is better on 0 of 2 sets, A on 0 " in capsys.readouterr().out
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_at_once(

@@ -23,9 +23,13 @@ def run(inputs: TinyRun, tmp_path: Path) -> TinyRun:
 
 def test_on_policy_equals_the_synchronous_trainer_bit_for_bit(inputs: TinyRun, tmp_path: Path):
     sync, run = copy_tiny_run(inputs, tmp_path / "sync"), copy_tiny_run(inputs, tmp_path / "async")
-    assert train_here(sync, trainer__steps=5) == 0
-    assert train_async_here(run, trainer__steps=5, schedule__max_staleness=0, run__readable_by="group") == 0
+    settings = {"trainer__steps": 5, "rollout__top_p": 0.9, "rollout__top_k": 8, "algorithm__old_logprobs": "recompute"}
+    assert train_here(sync, **settings) == 0
+    assert train_async_here(run, schedule__max_staleness=0, run__readable_by="group", **settings) == 0
     assert differences_from_sync(run, sync) == []
+    for row in read_metrics(run.run_folder / "metrics.jsonl")[1:]:
+        assert row.metrics["training/rollout_probs_diff_max"] < 1e-4, "the learner replays the engine's nuclei"
+        assert abs(row.metrics["rollout_corr/kl"]) < 1e-5
     assert learnt(run, step=5) == learnt(sync, step=5)
     found, wanted = (json.loads((one.run_folder / "summary.json").read_text()) for one in (run, sync))
     scores = [f"{split}_mean_reward_{which}" for split in ("validation", "test") for which in ("first", "last")]

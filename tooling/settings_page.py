@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rl_async_trainer.settings import AsyncSettings
 from rl_sync_trainer.sft.settings import SftSettings
+from rl_trainer_parts.settings.algorithm_choice import option_fields
 from rl_trainer_parts.settings.fields import (
     SettingField,
     changeable_on_resume,
@@ -46,7 +47,7 @@ def section_lines(section: str) -> Iterator[str]:
     alone = "" if section in SftSettings.model_fields else " Only in the asynchronous trainer."
     yield from ("", f"## {section}", "", f"{escaped(meaning)}{alone}", "")
     yield from ("| setting | meaning |", "|---|---|")
-    for name, setting in setting_fields(command).items():
+    for name, setting in {**setting_fields(command), **option_fields()}.items():
         if name.startswith(f"{section}."):
             yield row(setting)
             yield from map(row, setting.entry_fields().values())

@@ -144,9 +144,16 @@ class FakeModel:
     tied: Mapping[str, str] = {}
 
     def __init__(
-        self, folder: Any, options: Any, *, ranks: Any = None, backend: str = "auto", lora: Any = None
+        self,
+        folder: Any,
+        options: Any,
+        *,
+        ranks: Any = None,
+        backend: str = "auto",
+        lora: Any = None,
+        average_decay: float = 0.0,
     ) -> None:
-        self.trace.add(self.kind, Path(folder).name, options, backend, lora=lora)
+        self.trace.add(self.kind, Path(folder).name, options, backend, lora=lora, average_decay=average_decay)
         self.step = 0
 
     def reference(self) -> "FakeModel":
@@ -159,6 +166,14 @@ class FakeModel:
         shift = 0.25 if self.kind == "reference" else 0.02 if "loss_mask" in batch else 0.0  # a canary must agree
         found = np.concatenate([scores_of(row) for row in ids])
         return Ragged((found - shift * (ids.values % 3)).astype(np.float32), ids.offsets)
+
+    def score(self, batch: Batch, *, top_k: int, **wanted: Any) -> tuple[Ragged, Ragged, None]:
+        """Score as a teacher; the most likely tokens are the first ones of the vocabulary."""
+        ids = batch.ragged("input_ids")
+        self.trace.add(f"{self.kind} teaches", list(ids.values), top_k=top_k, **wanted)
+        named = np.concatenate([ids.values[:, None], np.tile(np.arange(top_k), (len(ids.values), 1))], 1)
+        logprobs = np.full(named.shape, -2.5, np.float32)
+        return Ragged(logprobs, ids.offsets), Ragged(named.astype(np.int32), ids.offsets), None
 
     def values(self, batch: Batch) -> Ragged:
         ids = batch.ragged("input_ids")

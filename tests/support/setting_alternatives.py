@@ -57,6 +57,11 @@ TWO_TEACHERS = {
     "distillation.teachers.t.data_sources": ["of_0"],
     "distillation.teachers.u.model": "{folder}/policy",
 }
+SELF = {
+    "distillation.self_teacher.model": "policy",
+    "distillation.self_teacher.prompts": '["{best_response}", "{prompt}{prompt}"]',
+    "distillation.top_k": 4,
+}
 MEGATRON = {**TEACHER, "distillation.teachers.t.engine": "megatron"}
 ROLES = {"roles.placement": "process"}
 ROLES_OF_TEACHERS = {**ROLES, **TEACHER}
@@ -119,8 +124,9 @@ ALTERNATIVES: Mapping[str, Other] = {
     "rollout.prompts_per_step": other(1),
     "rollout.group_size": other(3),
     "rollout.max_response_tokens": other(2),
+    "rollout.mask_truncated": other(True, rollout__max_response_tokens=2),
     "rollout.temperature": other(0.5),
-    "rollout.top_p": other(0.5),
+    "rollout.top_p": other(0.5, rollout__top_k=8),
     "rollout.top_k": other(3),
     "rollout.deadline_s": other(1800.0),
     "rollout.start_deadline_s": other(450.0),
@@ -143,6 +149,7 @@ ALTERNATIVES: Mapping[str, Other] = {
     "trainer.target.stop": other(True, TWO_STEPS, TARGET, trainer__target__value=0.1),
     "trainer.target.lower_is_better": other(True, TARGET),
     "trainer.stop_when_no_better": other(1, TWO_STEPS),
+    "optimizer.algorithm": other("muon"),
     "optimizer.learning_rate": other(2e-6),
     "optimizer.warmup_steps": other(1),
     "optimizer.decay_steps": other(5),
@@ -175,11 +182,10 @@ ALTERNATIVES: Mapping[str, Other] = {
     "lora.target_modules": other(["q_proj"], LORA),
     "lora.serving": other("merged", LORA),
     "lora.path": other("{folder}/policy", LORA),
+    "algorithm.name": other("cispo"),
     "algorithm.advantage": other("rloo", rollout__group_size=4),
-    "algorithm.advantage_options": other("{ eps = 0.5 }", rollout__group_size=4),
     "algorithm.session_rule": other("last_only", rollout__loop="two_parts"),
     "algorithm.policy_loss": other("cispo"),
-    "algorithm.policy_loss_options": other("{ dual_clip = 1.01 }"),
     "algorithm.clip_low": other(0.1),
     "algorithm.clip_high": other(0.1),
     "algorithm.aggregation": other("seq-mean-token-mean"),
@@ -242,6 +248,11 @@ ALTERNATIVES: Mapping[str, Other] = {
     "correction.floor": other(0.9999, CORRECTED),
     "correction.reject": other("{ token_k1 = [0.99, 1.01] }", algorithm__old_logprobs="recompute"),
     "distillation.teachers": other("{}", TEACHER),
+    "distillation.self_teacher": other('{ model = "average" }', distillation__loss="k1"),
+    "distillation.self_teacher.model": other("reference", SELF),
+    "distillation.self_teacher.prompts": other('["{prompt}{prompt}"]', SELF),
+    "distillation.self_teacher.min_reward": other(2.0, SELF),
+    "distillation.self_teacher.average_decay": other(0.5, SELF, {"distillation.self_teacher.model": "average"}),
     "distillation.default_teacher": other("u", TEACHERS),
     "distillation.route_by": other("level", TEACHERS),
     "distillation.loss": other("reverse_kl", TEACHER),

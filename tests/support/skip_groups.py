@@ -55,10 +55,11 @@ def _assert_same_row(a: Trajectory, b: Trajectory) -> None:
         assert getattr(a, name) == getattr(b, name), name
     for name in TOKEN_COLUMNS:
         _assert_same_bits(getattr(a, name), getattr(b, name), name)
-    if b.routed_experts is None or not len(b.input_ids):
-        assert a.routed_experts is None or not len(b.input_ids)
-    else:
-        _assert_same_bits(a.routed_experts, b.routed_experts, "routed_experts")
+    for name in ("routed_experts", "nucleus_ids"):
+        if getattr(b, name) is None or not len(b.input_ids):
+            assert getattr(a, name) is None or not len(b.input_ids)
+        else:
+            _assert_same_bits(getattr(a, name), getattr(b, name), name)
     assert _text(a.reward) == _text(b.reward)
     assert _text(dict(a.reward_components)) == _text(dict(b.reward_components))
     assert _text(dict(a.extras)) == _text(dict(b.extras))

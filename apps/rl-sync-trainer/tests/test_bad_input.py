@@ -196,7 +196,9 @@ ARITHMETIC = {
             "reward.timeout_s must be above 0, or none; found 0",
         ),
     ),
-    "a nucleus in training": Mistake(settings={"rollout__top_p": 0.9}, says=("rollout.top_p < 1",)),
+    "a nucleus in training": Mistake(
+        settings={"rollout__top_p": 0.9}, says=("rollout.top_p = 0.9 needs rollout.top_k",)
+    ),
     "correction without recomputed logprobs": Mistake(
         settings={"correction__weights": "token"}, says=('needs algorithm.old_logprobs = "recompute"',)
     ),

@@ -178,10 +178,17 @@ def test_values_at_the_edge_are_possible(folder: Path, changes: dict[str, Any]) 
     assert problems(folder, changes) == []
 
 
-@pytest.mark.parametrize("changes", [{"rollout.top_p": 0.9}, {"rollout.top_k": 10}])
-def test_training_samples_come_from_the_whole_distribution(folder: Path, changes: dict[str, Any]) -> None:
-    (line,) = problems(folder, changes)
-    assert "every importance ratio would be wrong" in line
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"rollout.top_p": 0.9}, "rollout.top_p = 0.9 needs rollout.top_k"),
+        ({"rollout.top_k": 1}, "rollout.top_k = 1 must be at least 2, or none"),
+        ({"rollout.top_k": 8, "distillation.texts": "answer"}, "do not work with [distillation]"),
+    ],
+)
+def test_truncated_distributions_that_cannot_be_replayed(folder: Path, changes: dict[str, Any], wanted: str) -> None:
+    assert [line for line in problems(folder, changes) if wanted in line]
+    assert problems(folder, {"rollout.top_p": 0.9, "rollout.top_k": 10}) == []
 
 
 @pytest.mark.parametrize(
@@ -208,7 +215,7 @@ def test_everything_wrong_is_said_at_once(folder: Path) -> None:
     changes = {"run.name": "", "rollout.loop": "x", "rollout.top_k": 1, "policy.path": folder / "other"}
     lines = problems(folder, changes)
     assert [line.split()[0].rstrip(":") for line in lines] == [
-        "rollout.top_p",
+        "rollout.top_k",
         "run.name",
         "rollout.loop",
         "prompts.test",

@@ -1,4 +1,4 @@
-"""The experts of a mixture's rollouts, from the engine to the learner."""
+"""The experts of a mixture's rollouts and the nuclei of truncated distributions, from the engine to the learner."""
 
 import json
 from contextlib import closing
@@ -9,12 +9,14 @@ import pytest
 from invented_inputs import invented_inputs
 
 from rl_core import InProcessQueue
+from rl_core.errors import DataError
 from rl_core.testing import make_prompts, make_trajectory
 from rl_core.weights import BFLOAT16_TOLERANCES, REROUTED_TOLERANCES, ProofTolerances
 from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.learning.mixtures import expert_shape, replays
+from rl_trainer_parts.learning.step import for_critic
 from rl_trainer_parts.rollouts.engines import engine_options
-from rl_trainer_parts.rollouts.setup import proof_tolerances, put_trajectories, queue_tasks
+from rl_trainer_parts.rollouts.setup import proof_tolerances, put_trajectories, queue_tasks, sampling_params
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
 
@@ -39,6 +41,7 @@ MIXTURE = {
     "tie_word_embeddings": False,
 }
 DENSE = {**MIXTURE, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+TRUNCATED = {"top_p": 0.9, "top_k": 3}
 
 
 def settings_of(folder: Path, config: dict[str, object] = MIXTURE, **changes: dict[str, object]) -> Settings:
@@ -157,3 +160,45 @@ def test_a_mixture_of_transformers_class_is_not_replayed(tmp_path: Path) -> None
     assert proof_tolerances(settings) == REROUTED_TOLERANCES
     plan = describe_plan(settings, invented_inputs(train=3))
     assert "transformers' class cannot be given the engine's experts" in plan
+
+
+def test_the_learner_gets_nuclei_and_the_critic_does_not(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, DENSE, rollout=TRUNCATED)
+    assert sampling_params(settings).max_nucleus == 6
+    nuclei = np.arange(30, dtype=np.int32).reshape(5, 6)
+    prompts = make_prompts(2)
+    untrained = make_trajectory("p1", 0, loss_mask=np.zeros(5, np.bool_))
+    with closing(InProcessQueue(queue_tasks(settings, order="issue"))) as queue:
+        queue.issue(prompts, num_sessions=1)
+        put_trajectories(queue, settings, [(prompts[0], make_trajectory("p0", 0, nucleus_ids=nuclei))])
+        put_trajectories(queue, settings, [(prompts[1], untrained)])
+        batch = queue.lease("train", groups=2, deadline_s=60).batch
+    assert batch.ragged("nucleus_ids")[0].tolist() == nuclei.tolist()
+    assert batch.ragged("nucleus_ids")[1].tolist() == np.full((5, 6), -1).tolist()
+    assert for_critic(batch).names == batch.names - {"nucleus_ids"}
+
+
+def test_trajectories_without_nuclei_are_refused(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, DENSE, rollout=TRUNCATED)
+    (prompt,) = make_prompts(1)
+    with closing(InProcessQueue(queue_tasks(settings, order="issue"))) as queue:
+        queue.issue([prompt], num_sessions=1)
+        with pytest.raises(DataError, match=r"nucleus_ids; prompt p0, session 0 has none.*'single_turn'"):
+            put_trajectories(queue, settings, [(prompt, make_trajectory("p0", 0))])
+
+
+def test_whole_distributions_have_no_column(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, DENSE)
+    assert sampling_params(settings).max_nucleus is None
+    row = make_trajectory("p0", 0, nucleus_ids=np.zeros((5, 6), np.int32))
+    with closing(InProcessQueue(queue_tasks(settings, order="issue"))) as queue:
+        queue.issue(make_prompts(1), num_sessions=1)
+        put_trajectories(queue, settings, [(make_prompts(1)[0], row)])
+        assert "nucleus_ids" not in queue.lease("train", groups=1, deadline_s=60).batch
+
+
+def test_the_plan_has_the_bytes_of_nuclei(tmp_path: Path) -> None:
+    inputs = invented_inputs(train=30)
+    text = describe_plan(settings_of(tmp_path, DENSE, rollout=TRUNCATED), inputs)
+    assert "nuclei     24 bytes a token" in text
+    assert "nuclei" not in describe_plan(settings_of(tmp_path, DENSE), inputs)

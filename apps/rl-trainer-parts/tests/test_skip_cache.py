@@ -14,5 +14,6 @@ def test_every_way_to_draw_counts_and_entries_from_before_stop_strings_still_mat
         SamplingParams(max_tokens=4, stop=("a",)),
         SamplingParams(max_tokens=4, structure=Structure(regex="a")),
         SamplingParams(max_tokens=4, top_p=0.5),
+        SamplingParams(max_tokens=4, max_nucleus=8),
     ):
         assert len(compare({"sampling": drawn_by(plain)}, {"sampling": drawn_by(other)})) == 1

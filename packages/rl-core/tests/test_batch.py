@@ -134,10 +134,20 @@ def test_experts_become_a_column_and_are_minus_one_where_nobody_told_them():
     assert column[1].tolist() == np.full((3, 2, 2), -1).tolist()
     assert "routed_experts" not in Batch.from_trajectories([untold])
     other = make_trajectory("p1", 0, routed_experts=experts[:, :1])
-    with pytest.raises(ShapeError, match=r"one \[layers, top_k\] in all trajectories; found \[\(1, 2\), \(2, 2\)\]"):
+    with pytest.raises(ShapeError, match=r"one shape per token in all trajectories; found \[\(1, 2\), \(2, 2\)\]"):
         Batch.from_trajectories([told, other])
     with pytest.raises(ShapeError, match="with T = 5"):
         make_trajectory("p0", 0, routed_experts=experts[1:])
+
+
+def test_nuclei_become_a_column_and_are_minus_one_where_nothing_was_cut():
+    nuclei = np.arange(15, dtype=np.int32).reshape(5, 3)
+    batch = Batch.from_trajectories([make_trajectory("p0", 0, nucleus_ids=nuclei), make_trajectory("p0", 1)])
+    assert batch.ragged("nucleus_ids")[0].tolist() == nuclei.tolist()
+    assert batch.ragged("nucleus_ids")[1].tolist() == np.full((5, 3), -1).tolist()
+    assert batch["nucleus_ids"].dtype == np.int32
+    with pytest.raises(ShapeError, match=r"nucleus_ids must have one shape"):
+        Batch.from_trajectories([make_trajectory("p0", s, nucleus_ids=nuclei[:, s:]) for s in range(2)])
 
 
 def test_group_index_counts_prompts_by_first_appearance():

@@ -275,6 +275,30 @@ def test_each_token_trains_in_one_trajectory_of_its_session(session, data):
         audit_session([training(part, index) for index, part in enumerate(parts)], spans)
 
 
+def test_tokens_of_another_nucleus_are_found() -> None:
+    nuclei = np.array([[5, 2], [6, -1]], np.int32)
+    drawn = replace(span([8], [5, 6], [-0.5, -0.25], 3), nucleus_ids=nuclei)
+    row = Trajectory(
+        prompt_uid="p0",
+        session_index=0,
+        input_ids=np.array([8, 5, 6], np.int32),
+        loss_mask=np.array([0, 1, 1], np.bool_),
+        rollout_logprobs=np.array([0, -0.5, -0.25], np.float32),
+        policy_versions=np.array([-1, 3, 3], np.int32),
+        nucleus_ids=np.concatenate([[[-1, -1]], nuclei]).astype(np.int32),
+    )
+    audit_trajectory(row, [drawn])
+    other = np.array(row.nucleus_ids)
+    other[2, 1] = 4
+    for changed_row, spans in (
+        (replace(row, nucleus_ids=other), [drawn]),
+        (replace(row, nucleus_ids=None), [drawn]),
+        (row, [replace(drawn, nucleus_ids=None)]),
+    ):
+        with pytest.raises(DataError, match="or from another nucleus"):
+            audit_trajectory(changed_row, spans)
+
+
 NUM_LAYERS, TOP_K = 3, 2
 
 

@@ -14,6 +14,7 @@ from rl_core.errors import DataError
 from rl_rollout import (
     AuditOptions,
     GenerateRequest,
+    Generation,
     RewardScorer,
     Rollout,
     RolloutOptions,
@@ -24,7 +25,7 @@ from rl_rollout import (
 )
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.loops import trajectory_of
-from rl_rollout.loops.outcomes import join_experts
+from rl_rollout.loops.outcomes import join_experts, join_parts
 
 BAD = "p0"
 UNAUDITED = RolloutOptions(audit=AuditOptions(share=0.0))
@@ -55,6 +56,15 @@ def test_experts_are_those_of_the_first_request_that_told_them():
     assert joined is not None
     assert joined.ravel().tolist() == [4, 5, 6, 7, -1, -1]
     assert join_experts([None], 6) is None
+
+
+def test_nuclei_are_those_of_trained_parts() -> None:
+    ids, logprobs = np.array([7, 8], np.int32), np.zeros(2, np.float32)
+    plain = Generation(token_ids=ids, logprobs=logprobs, policy_versions=ids, finish_reason="stop")
+    cut = replace(plain, nucleus_ids=np.array([[7, 3, -1], [5, 8, 6]], np.int32))
+    joined = join_parts([(ids, None), (ids, cut), (ids[:1], None)])
+    assert joined["nucleus_ids"].tolist() == [[-1] * 3, [-1] * 3, [7, 3, -1], [5, 8, 6], [-1] * 3]
+    assert join_parts([(ids, None), (ids, plain)])["nucleus_ids"] is None
 
 
 class Changing(SessionLoop):

@@ -317,15 +317,18 @@ def test_columns_come_from_the_spans():
             token_ids=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
             policy_versions=np.full(len(tokens), version, np.int32),
+            nucleus_ids=np.array([[token, 1] for token in tokens], np.int32),
         )
         for start, tokens, logprobs, version in [(1, [5, 6], [-0.1, -0.2], 3), (4, [7], [-0.3], 4), (4, [9], [-9], 4)]
     ]
     trained: set[int] = set()
-    mask, logprobs, versions = columns_of(ids, sampled, spans, trained=trained)
+    mask, logprobs, versions, nucleus_ids = columns_of(ids, sampled, spans, trained=trained)
     assert mask.tolist() == sampled.tolist()
     assert logprobs.tolist() == np.array([0, -0.1, -0.2, 0, -0.3], np.float32).tolist()
     assert versions.tolist() == [-1, 3, 3, -1, 4]
+    assert nucleus_ids is not None
+    assert nucleus_ids.tolist() == [[-1, -1], [5, 1], [6, 1], [-1, -1], [7, 1]]
     assert trained == {0, 1}
-    mask, logprobs, _ = columns_of(ids, sampled, spans, trained=trained)
+    mask, logprobs, *_ = columns_of(ids, sampled, spans, trained=trained)
     assert not mask.any()
     assert not logprobs.any()

@@ -48,6 +48,10 @@ class Store:
         self.kept.append(data)
 
 
+def nuclei_of(length):
+    return np.arange(length * 5, dtype=np.int32).reshape(length, 5)
+
+
 def experts_of(length):
     return np.arange(length * 6, dtype=np.int16).reshape(length, 2, 3)
 
@@ -76,6 +80,7 @@ def rows(draw, place, *, reward):
         ),
         extras=draw(OBJECTS),
         routed_experts=draw(st.none() | st.just(experts_of(length))),
+        nucleus_ids=draw(st.none() | st.just(nuclei_of(length))),
         images=draw(IMAGES),
     )
 
@@ -109,6 +114,21 @@ def group_results(draw):
     )
 
 
+def test_baselines_are_stored_and_older_entries_have_none():
+    (group,) = make_groups(1)
+    with_baselines = [
+        SessionResult(trajectories=tuple(replace(row, reward_baseline=0.25) for row in one.trajectories))
+        for one in group.sessions
+    ]
+    arrays = dict(iter_arrays([replace(group, sessions=tuple(with_baselines))]))
+    (found,) = decode_groups(arrays, path="entry")
+    assert {row.reward_baseline for row in found.trajectories} == {0.25}
+    records = arrays["records"].tobytes().replace(b', "reward_baseline": 0.25', b"")
+    assert b"baseline" not in records
+    (older,) = decode_groups(arrays | {"records": np.frombuffer(records, dtype=np.uint8)}, path="entry")
+    assert {row.reward_baseline for row in older.trajectories} == {None}
+
+
 @given(st.lists(group_results(), max_size=4))
 def test_any_groups_come_back_to_the_bit(groups):
     arrays = dict(iter_arrays(groups, images=Store()))
@@ -125,13 +145,16 @@ def test_any_groups_come_back_to_the_bit(groups):
         ("expert_shapes", lambda array: array[:-1]),
         ("expert_shapes", lambda array: -array),
         ("expert_shapes", lambda array: array * 2**14),
+        ("nucleus_ids", lambda array: array[:-1]),
+        ("nucleus_widths", lambda array: -array),
     ],
 )
-def test_experts_that_do_not_fit_are_refused(name, change):
+def test_indices_that_do_not_fit_are_refused(name, change):
     (group,) = make_groups(1, 1)
-    row = replace(group.trajectories[0], routed_experts=experts_of(len(group.trajectories[0].input_ids)))
+    length = len(group.trajectories[0].input_ids)
+    row = replace(group.trajectories[0], routed_experts=experts_of(length), nucleus_ids=nuclei_of(length))
     arrays = dict(iter_arrays([replace(group, sessions=(SessionResult(trajectories=(row,)),))]))
-    with pytest.raises(BrokenEntryError, match="expert"):
+    with pytest.raises(BrokenEntryError, match=r"expert|nucleus"):
         decode_groups({**arrays, name: change(arrays[name])}, path="entry")
     with pytest.raises(BrokenEntryError, match="it has the arrays"):
         decode_groups({key: array for key, array in arrays.items() if key != name}, path="entry")

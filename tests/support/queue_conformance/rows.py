@@ -63,6 +63,19 @@ class RowChecks(QueueChecks):
                 for found, wanted in zip(column, expected[name], strict=True):
                     assert found.tolist() == wanted.tolist()
 
+    def test_indices_of_a_token_reach_the_task_that_needs_them(self) -> None:
+        queue = self.queue(TaskSpec(name="train", needs=frozenset({"routed_experts", "nucleus_ids"})))
+        queue.issue(make_prompts(1), num_sessions=2)
+        experts = np.arange(20, dtype=np.int16).reshape(5, 2, 2)
+        nuclei = np.arange(15, dtype=np.int32).reshape(5, 3)
+        for session in (1, 0):
+            row = make_trajectory("p0", session, routed_experts=experts + session, nucleus_ids=nuclei + session)
+            queue.put("p0", session, [row])
+        batch = queue.lease("train", groups=1, deadline_s=0).batch
+        for session in range(2):
+            assert batch.ragged("routed_experts")[session].tolist() == (experts + session).tolist()
+            assert batch.ragged("nucleus_ids")[session].tolist() == (nuclei + session).tolist()
+
     def test_producers_may_put_columns_of_their_own(self) -> None:
         with declared():
             queue = self.queue()

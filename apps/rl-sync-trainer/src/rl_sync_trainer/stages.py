@@ -26,6 +26,7 @@ from rl_rollout.rollouter import policy_scores, refusal, settle
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_trainer_parts.learning.mixtures import replays
+from rl_trainer_parts.learning.objective import needs_greedy
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.step_metrics import (
     reward_times,
@@ -51,6 +52,7 @@ from rl_trainer_parts.rollouts.setup import (
     text_options,
 )
 from rl_trainer_parts.rollouts.skip_cache import record_replay
+from rl_trainer_parts.rollouts.teacher_prompts import TeacherPrompts
 
 OnGroups = Callable[[Sequence[GroupResult]], None]
 
@@ -144,7 +146,8 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
     """
     num_prompts = parts.settings.rollout.prompts_per_step
     feed = StepFeed(parts, recorder, step=step)
-    put = partial(put_trajectories, parts.queue, parts.settings)
+    prompts = TeacherPrompts.of(parts.settings, parts.inputs.tokenizer)
+    put = lambda pairs: put_trajectories(parts.queue, parts.settings, prompts.added(pairs))
     if not parts.settings.dynamic_sampling.filter:
         groups = await feed.run(
             parts.source.next(num_prompts), on_groups=lambda settled: settle(parts.queue, settled, put=put)
@@ -188,6 +191,7 @@ async def run_groups(parts: Parts, prompts: Sequence[Prompt], *, on_groups: OnGr
         sampling=sampling_params(parts.settings),
         seed=parts.settings.run.seed,
         on_group=None if on_groups is None else lambda group: on_groups([group]),
+        with_baseline=needs_greedy(parts.settings),
     )
 
 

@@ -64,7 +64,8 @@ class MicroBatch:
 Objective = Callable[[torch.Tensor, torch.Tensor | None, MicroBatch], tuple[torch.Tensor, MetricSums]]
 """(policy_logprobs [T], entropy [T] or None, micro-batch) -> (loss summed over the micro-batch's tokens with
 `loss_weights`, metric sums). policy_logprobs[t] belongs to token t; it is 0 at the first token of each trajectory.
-In batches with the column `target_ids`, policy_logprobs are [T] or [T, K]: those of these ids."""
+In batches with the column `target_ids`, policy_logprobs are [T] or [T, K]: those of these ids. In batches with
+`nucleus_ids`, logprobs and entropy are those of the distributions that top-k and top-p truncated to these tokens."""
 
 
 ValueLoss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, MetricSums]]
@@ -145,6 +146,7 @@ class Scorer(Model, Protocol):
         """Return float32 logprobs of the tokens of each trajectory, aligned with input_ids; 0 at the first token.
 
         A batch with the column `target_ids` gets the logprobs of these instead, without meaning where an id is -1.
+        With `nucleus_ids`, the distributions are truncated to these tokens.
         """
         ...
 

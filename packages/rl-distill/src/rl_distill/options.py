@@ -15,6 +15,7 @@ DTYPES = ("float32", "bfloat16")
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe"]
 """Parts of a layer, by Megatron's names."""
 DEFAULT_RECOMPUTED: tuple[RecomputedModule, ...] = ("layernorm",)
+Algorithm = Literal["adam", "muon"]
 KernelChoice = Literal["auto", "plain", "fused", "transformer_engine"]
 MAX_ALPHA = 1e9
 BelowOne = Annotated[float, Ge(0), Lt(1)]
@@ -25,6 +26,8 @@ class LearnerOptions:
     """Optimizer, precision, memory and kernels of a learner.
 
     Attributes:
+        algorithm: "adam" (AdamW), or "muon" for the matrices of layers, and AdamW for embeddings, head, norms and
+            routers. One learning rate and weight decay serve both.
         learning_rate: Peak learning rate.
         warmup_steps: Steps of linear warm-up from 0.
         decay_steps: Step at which the learning rate reaches min_learning_rate; none keeps the peak.
@@ -65,6 +68,7 @@ class LearnerOptions:
         seed: Seed of dropout, and of weights that are not loaded.
     """
 
+    algorithm: Algorithm = "adam"
     learning_rate: PositiveFloat = 1e-6
     warmup_steps: NonNegativeInt = 0
     decay_steps: PositiveInt | None = None

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from rl_core.data import Batch, ImageSpan, Ragged, column_spec, offsets_of, token_positions
 from rl_core.errors import ShapeError
 from rl_distill.learner import MicroBatch
-from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest, batch_forest, computed_units
+from rl_distill.prefixes import NUCLEUS, ROUTED_EXPERTS, PrefixForest, batch_forest, computed_units
 
 Rows = NDArray[np.int64]
 
-INDICES = frozenset({ROUTED_EXPERTS, "target_ids", "teacher_ids", "teacher_index"})
+INDICES = frozenset({ROUTED_EXPERTS, NUCLEUS, "target_ids", "teacher_ids", "teacher_index"})
 """Token columns that hold indices (int64); all others hold floats or booleans."""
 
 

@@ -70,6 +70,8 @@ def _learner_problems(
             "overlap_param_gather needs parallel.distributed_optimizer = true; found false. Without it, each rank "
             "updates all of its weights, and there is nothing to gather. Set it, or set overlap_param_gather = false."
         )
+    if options.algorithm == "muon":
+        yield from _muon_problems(parallel, config, lora)
     if options.trains_vision and config.image_token_id is None:
         yield f"trains_vision = true needs a policy with a vision tower; {config.architecture} has none. Omit it."
     if options.trains_vision and lora.rank:
@@ -90,6 +92,22 @@ def _learner_problems(
         yield (
             f'kernels = "transformer_engine" does not support adapters; found lora.rank = {lora.rank}. Set kernels = '
             '"fused", or lora.rank = 0.'
+        )
+
+
+def _muon_problems(parallel: ParallelOptions, config: PolicyConfig, lora: LoraOptions) -> Iterator[str]:
+    for name in ("distributed_optimizer", "shard_weights"):
+        if getattr(parallel, name):
+            yield (
+                f'algorithm = "muon" needs whole matrices, and parallel.{name} = true divides each of them over the '
+                'data-parallel ranks. Set it to false, or algorithm = "adam".'
+            )
+    if lora.rank:
+        yield f'algorithm = "muon" trains no adapters; found lora.rank = {lora.rank}. Set algorithm = "adam".'
+    if config.model_json:
+        yield (
+            f'algorithm = "muon" trains the matrices of our layers; {config.architecture} is computed by '
+            'transformers\' class. Set algorithm = "adam".'
         )
 
 

@@ -17,6 +17,7 @@ from rl_distill.row_images import image_numbers
 Int64s = NDArray[np.int64]
 
 ROUTED_EXPERTS = "routed_experts"
+NUCLEUS = "nucleus_ids"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from rl_distill.architecture.policy_config import (
 )
 from rl_distill.checkpoints.checkpoint import PolicySource
 from rl_distill.options import AdamOptions, LearnerOptions
-from rl_distill.prefixes import ROUTED_EXPERTS
+from rl_distill.prefixes import NUCLEUS, ROUTED_EXPERTS
 from rl_distill.row_images import check_images
 
 ResourceT = TypeVar("ResourceT")
@@ -171,8 +171,31 @@ def check_tokens(batch: Batch, config: PolicyConfig) -> None:
             f"input_ids must be in [0, {config.vocab_size - 1}], the policy's vocabulary; row {_row_of(ids, place)} "
             f"has {int(ids.values[place])}. Check that tokenizer and policy belong to the same model."
         )
+    if NUCLEUS in batch:
+        _check_nucleus(batch, config.vocab_size)
     if ROUTED_EXPERTS in batch:
         _check_experts(batch.ragged(ROUTED_EXPERTS), config)
+
+
+def _check_nucleus(batch: Batch, vocab_size: int) -> None:
+    ids, nucleus = batch.ragged("input_ids"), batch.ragged(NUCLEUS)
+    if "target_ids" in batch:
+        raise ShapeError("a batch has target_ids or nucleus_ids, which both say what to score; found both. Drop one.")
+    ordered = np.sort(nucleus.values, axis=1)
+    is_wrong = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+    is_wrong |= (ordered < -1).any(1) | (ordered >= vocab_size).any(1)
+    is_known = (ordered >= 0).any(1)
+    needs = batch.ragged("loss_mask").values if "loss_mask" in batch else is_known
+    is_wrong |= (needs | is_known) & ~(nucleus.values == ids.values[:, None]).any(1)
+    if is_wrong.any():
+        place = int(np.flatnonzero(is_wrong)[0])
+        row = _row_of(ids, place)
+        raise ShapeError(
+            f"nucleus_ids must be different ids below {vocab_size} that include each trained token, then -1; row "
+            f"{row}, token {place - int(ids.offsets[row])} ({int(ids.values[place])}) has "
+            f"{nucleus.values[place].tolist()}. "
+            "Keep each row of Generation.nucleus_ids at its token."
+        )
 
 
 def _check_experts(chosen: Ragged, config: PolicyConfig) -> None:

@@ -46,6 +46,7 @@ class SampledSpan:
         logprobs: [R] float32.
         policy_versions: [R] int32.
         routed_experts: [P + R, layers, top_k] int16; None if the engine did not report experts.
+        nucleus_ids: [R, K] int32; None if the request did not ask for them.
         images: Images in the context, as the request named them.
         pixel_digest: Digest of the pixel values that the engine used for them; empty without images.
     """
@@ -55,6 +56,7 @@ class SampledSpan:
     logprobs: FloatArray
     policy_versions: IntArray
     routed_experts: ExpertArray | None = None
+    nucleus_ids: IntArray | None = None
     images: tuple[ImageSpan, ...] = ()
     pixel_digest: str = ""
 
@@ -67,6 +69,7 @@ class SampledSpan:
             logprobs=np.array(generation.logprobs),
             policy_versions=np.array(generation.policy_versions),
             routed_experts=None if generation.routed_experts is None else np.array(generation.routed_experts),
+            nucleus_ids=None if generation.nucleus_ids is None else np.array(generation.nucleus_ids),
             images=images,
             pixel_digest=generation.pixel_digest,
         )
@@ -155,9 +158,9 @@ def audit_trajectory(trajectory: Trajectory, spans: Sequence[SampledSpan]) -> No
     """Prove that each trained token was sampled right after exactly the tokens that precede it.
 
     A span proves a trained token at position t under two conditions. Its input_ids and first sampled tokens equal the
-    trajectory's tokens 0..t, and it sampled that token with exactly this logprob and version. This finds tokens that
-    were tokenized again, contexts changed after sampling, moved masks and edited logprobs. Masked tokens may have any
-    id, but have no logprob and no version.
+    trajectory's tokens 0..t, and it sampled that token with exactly this logprob, version and nucleus. This finds
+    tokens that were tokenized again, contexts changed after sampling, moved masks and edited logprobs. Masked tokens
+    may have any id, but have no logprob and no version.
 
     Args:
         trajectory: A trajectory that a loop returned.
@@ -344,6 +347,11 @@ def _prove(trajectory: Trajectory, span: SampledSpan, unproven: BoolArray) -> bo
     stop = start + num_same
     proven = trajectory.rollout_logprobs[start:stop] == span.logprobs[:num_same]  # False for NaN
     proven &= trajectory.policy_versions[start:stop] == span.policy_versions[:num_same]
+    mine, drawn_from = trajectory.nucleus_ids, span.nucleus_ids
+    if mine is not None and drawn_from is not None:
+        proven &= (mine[start:stop] == drawn_from[:num_same]).all(axis=1)
+    elif mine is not None or drawn_from is not None:
+        proven[:] = False
     unproven[start:stop] &= ~proven
     return True
 
@@ -399,7 +407,8 @@ def _explanation(trajectory: Trajectory, spans: Sequence[SampledSpan], *, positi
         return f"{where}, but no request was sent to the engine. {advice}"
     agreements = [(_agreement(trajectory, span), len(span.input_ids)) for span in spans]
     if any(num_input <= position < num_agreeing for num_agreeing, num_input in agreements):
-        return f"{where}, but the engine sampled it with another logprob or policy version. {advice}"
+        what = "another logprob or policy version, or from another nucleus"
+        return f"{where}, but the engine sampled it with {what}. {advice}"
     if any(position < num_agreeing for num_agreeing, _ in agreements):
         return f"{where}, but it was part of the input of the request, not sampled. {advice}"
     num_agreeing, num_input = max(agreements)

@@ -54,6 +54,7 @@ def _value_problems(settings: Settings) -> Iterator[str]:
         _validation,
         _date,
         _arithmetic,
+        _truncation,
         _names,
         algorithm_problems,
         lora_problems,
@@ -159,11 +160,25 @@ def _arithmetic(settings: Settings) -> Iterator[str]:
             f"{with_value(settings, 'rollout.prompts_per_step')} must be a multiple of "
             f"{with_value(settings, 'trainer.minibatches')}, so that every mini-batch has the same number of groups."
         )
-    if rollout.top_p < 1 or rollout.top_k is not None:
+
+
+def _truncation(settings: Settings) -> Iterator[str]:
+    """Problems of training on samples of a truncated distribution, whose tokens travel to the learner."""
+    rollout = settings.rollout
+    if rollout.top_p < 1 and rollout.top_k is None:
         yield (
-            "rollout.top_p < 1 and rollout.top_k truncate the distribution that responses are sampled from, but the "
-            "learner scores the full one, so every importance ratio would be wrong. Set them to 1 and none for "
-            "training."
+            f"{with_value(settings, 'rollout.top_p')} needs rollout.top_k, because the learner scores each token among "
+            "those that were kept, and top_k bounds their number. Set rollout.top_k, for example to 64."
+        )
+    if rollout.top_k is not None and rollout.top_k < 2:
+        yield (
+            f"{with_value(settings, 'rollout.top_k')} must be at least 2, or none: a response without alternatives has "
+            "no gradient."
+        )
+    if rollout.nucleus_width is not None and settings.distillation.is_on:
+        yield (
+            "rollout.top_p < 1 and rollout.top_k do not work with [distillation], whose teachers score the whole "
+            "distribution. Set them to 1 and none."
         )
 
 

@@ -46,8 +46,8 @@ USAGE = """usage: {program} COMMAND ...
 {train}
   train --help [SECTION]
       Explain every setting, or those of one section.
-  validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
-      Evaluate a Hugging Face folder, a checkpoint, or a run's best one on the validation and test problems.
+  validate SETTINGS.toml [--policy FOLDER] [--policy OTHER] [--best] [--data [NAME=]FILE ...] [--json FILE] [...]
+      Evaluate a Hugging Face folder or a run, or compare two, on the validation and test problems or on other files.
 {others}  export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]
       Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint, or
       with --best of its best validated one. A LoRA adapter is merged into its base, or written alone in peft's format.
@@ -165,29 +165,30 @@ def _check_model(words: list[str], *, program: str) -> int:
 
 
 def _validate(words: list[str], *, program: str, settings: SettingsClass) -> int:
-    """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""
-    policy, best = take_option(words, "--policy"), take_flag(words, "--best")
+    """`validate SETTINGS.toml [--policy FOLDER]... [--data [NAME=]FILE]... [--json FILE] [--best] [...]`."""
+    named, data = ([*iter(partial(take_option, words, option), None)] for option in ("--policy", "--data"))
+    json_file, best = take_option(words, "--json"), take_flag(words, "--best")
+    if len({*named}) < len(named) or len(named) > 2:
+        raise SettingsError(f"validate accepts --policy once, or twice to compare two; found {', '.join(named)}.")
     read = partial(read_settings, kind=settings(), command=f"{program} validate")
+    from rl_trainer_parts.commands.evaluate import data_files, evaluate
     from rl_trainer_parts.commands.policies import opened_policy, with_run_policy
     from rl_trainer_parts.run.goal import best_checkpoint
 
-    if best and policy is None:  # the best checkpoint of the run in `policy.path`, or of the settings' own run
+    if best and not named:  # the best checkpoint of the run in `policy.path`, or of the settings' own run
         own = read(words)
-        is_run = (own.policy.path / "checkpoints").is_dir()
-        policy = str(own.policy.path if is_run else own.run_folder)
-    if best:
-        policy = str(best_checkpoint(Path(policy or ""), say))
+        named = [str(own.policy.path if (own.policy.path / "checkpoints").is_dir() else own.run_folder)]
+    policies: dict[str, Settings] = {}
     with ExitStack() as opened:
-        if policy is not None:
-            words.append(f"--policy.path={opened.enter_context(opened_policy(Path(policy)))}")
-        own = with_run_policy(read(words), say)
-        if policy is not None:  # a full model, or one with its own adapter
-            own = own.model_copy(update={"lora": replace(own.lora, path=None)})
-        say(f"{program}: evaluating {policy or own.policy.path}")
-        from rl_trainer_parts.commands.train import validate
-
-        for name, value in validate(own, say).items():
-            say(f"{name} {value:.4f}")
+        for name in named:
+            folder = opened.enter_context(opened_policy(best_checkpoint(Path(name), say) if best else Path(name)))
+            own = read([*words, f"--policy.path={folder}"])
+            # A full model, or one with its own adapter.
+            policies[name] = own.model_copy(update={"lora": replace(own.lora, path=None)})
+        if not named:
+            own = with_run_policy(read(words), say)
+            policies[str(own.policy.path)] = own
+        evaluate(policies, data_files(data), None if json_file is None else Path(json_file), say)
     return 0
 
 
@@ -215,11 +216,14 @@ def read_settings(words: Sequence[str], kind: "type[SettingsT]", *, command: str
 
 def explain(words: list[str], *, usage: str, settings: SettingsClass) -> int:
     """Explain all settings, one section, or one setting."""
-    from rl_trainer_parts.settings.fields import help_text
+    from rl_trainer_parts.settings.algorithm_choice import option_fields
+    from rl_trainer_parts.settings.fields import help_text, setting_fields
 
-    topic = words[0].lstrip("-").partition("=")[0] if words else ""
+    topic, kind = words[0].lstrip("-").partition("=")[0] if words else "", settings()
+    is_common = topic != "algorithm" and {topic} & {"", *kind.model_fields, *setting_fields(kind)}
+    options = {} if is_common or "algorithm." in kind.left_out else option_fields()  # imports torch
     with suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
-        say(help_text(usage, settings(), topic=topic))
+        say(help_text(usage, kind, topic=topic, options=options))
     return 0
 
 

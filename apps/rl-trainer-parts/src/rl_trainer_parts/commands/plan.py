@@ -9,6 +9,7 @@ from typing import Literal
 from rl_core.cluster import count_room, describe_shares, machine_shares
 from rl_core.terminal_text import counted
 from rl_distill import (
+    ALGORITHMS,
     LoraOptions,
     PolicyConfig,
     adapted_modules,
@@ -27,16 +28,18 @@ from rl_trainer_parts.learning.mixtures import (
     routes_anew,
     why_not_replayed,
 )
-from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards
-from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
+from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards, needs_greedy
+from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic, needs_reference
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.machine.needs import BYTES, GIB
 from rl_trainer_parts.rollouts.engines import longest_trajectory, replica_pool
 from rl_trainer_parts.rollouts.inputs import Inputs, shows_images
 from rl_trainer_parts.rollouts.setup import proof_tolerances
+from rl_trainer_parts.settings.algorithm_choice import changes_of_paper, options_of
+from rl_trainer_parts.settings.fields import written
 from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
-EXPERT_BYTES = 2
+EXPERT_BYTES, ID_BYTES = 2, 4
 MIB = 2**20
 FULL_TRAINING_RATE = 1e-5
 """Learning rates for full RL training are rarely above this."""
@@ -153,6 +156,10 @@ def _teachers(settings: Settings) -> Iterator[str]:
         parts = [f"{chosen.route_by} {', '.join(sources)}"] if sources else []
         parts += ["all others" if sources else "all prompts"] if name == chosen.fallback else []
         yield f"{INDENT}{teacher.model}, for {' and '.join(parts)}"
+    if (own := chosen.self_teacher).model is not None:
+        kept = f" (decay {own.average_decay:g})" if own.model == "average" else ""
+        prompts = ", or ".join(map(repr, own.prompts)) or "the policy's prompts"
+        yield f"  teacher    the learner's {own.model}{kept}, under {prompts}"
     rewards = f"beside task rewards (coefficient {chosen.coefficient:g})" if chosen.use_task_rewards else ""
     yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {rewards or 'no task rewards'}"
     if chosen.texts is not None:
@@ -163,7 +170,7 @@ def _teachers(settings: Settings) -> Iterator[str]:
 
 def _compared(chosen: DistillationOptions) -> str:
     if chosen.loss in (*ESTIMATORS, "nll"):
-        return f"{chosen.loss} of the sampled token" if chosen.teachers else f"{chosen.loss} of a teacher's texts"
+        return f"{chosen.loss} of the sampled token" if chosen.has_teacher else f"{chosen.loss} of a teacher's texts"
     if chosen.needs_hidden:
         return f"{chosen.loss} of whole distributions"
     rest = {"bucket": "with a bucket for the rest", "drop": "without the rest", "renormalise": "renormalised"}
@@ -197,6 +204,10 @@ def _objective(settings: Settings) -> Iterator[str]:
     """Lines about advantage, policy loss, clip range, aggregation, KL and correction."""
     algorithm, correction = settings.algorithm, settings.correction
     yield "Objective"
+    if algorithm.name is not None:
+        yield f"  algorithm  {ALGORITHMS.get(algorithm.name).title}, {ALGORITHMS.get(algorithm.name).source}"
+        for name, (value, of_paper) in changes_of_paper(algorithm).items():
+            yield f"{INDENT}with {name} = {value}; the paper's is {of_paper}"
     if has_policy_gradient(settings):
         source = f"advantage {algorithm.advantage}" if learns_from_rewards(settings) else "advantages from the teachers"
         low, high = ("none" if bound is None else f"{bound:g}" for bound in clip_range(settings))
@@ -204,7 +215,11 @@ def _objective(settings: Settings) -> Iterator[str]:
         yield f"  policy     {source}; loss {algorithm.policy_loss}{clip}"
         scored = "engine" if algorithm.old_logprobs == "rollout" else "learner before the update"
         yield f"{INDENT}against the logprobs of the {scored}"
-    yield f"  average    {algorithm.aggregation}"
+        options = {**options_of(algorithm, "advantage"), **options_of(algorithm, "policy_loss")}
+        if options:
+            yield f"{INDENT}options {', '.join(f'{name} = {written(value)}' for name, value in options.items())}"
+    without = ", without sessions that a limit ended" if settings.rollout.mask_truncated else ""
+    yield f"  average    {algorithm.aggregation}{without}"
     if algorithm.kl_coefficient:
         target = "" if algorithm.kl_target is None else f", adapted to {algorithm.kl_target:g} nats a token"
         kind = f"{algorithm.kl_estimator} in the {algorithm.kl_in}"
@@ -228,6 +243,8 @@ def _arithmetic(settings: Settings, inputs: Inputs) -> Iterator[str]:
     yield "Batches"
     prompts, sessions = counted(rollout.prompts_per_step, "prompt"), counted(rollout.group_size, "session")
     yield f"  a step     {prompts} x {sessions} = {counted(samples, 'trajectory', 'trajectories')}"
+    if needs_greedy(settings):
+        yield f"{INDENT}and a greedy session for each prompt, whose reward is the baseline; it does not train"
     if settings.dynamic_sampling.filter:
         sampling = settings.dynamic_sampling
         rounds = counted(sampling.max_rounds, "round")
@@ -286,9 +303,12 @@ def _memory(settings: Settings) -> Iterator[str]:
     if needs_critic(settings):
         critic = model_config(settings.critic.path or settings.policy.path, settings.policy.backend)
         yield f"  critic     {_on_ranks(settings, critic, 'critic')}, like the learner, for {_parameters(critic)}"
-    if settings.algorithm.kl_coefficient:
+    if needs_reference(settings):
         shared = "none: it shares the learner's" if settings.lora.rank else _on_ranks(settings, policy, "frozen")
         yield f"  reference  {shared} (weights)"
+    if settings.distillation.self_teacher.model == "average":
+        trained = adapter_size(policy, settings.lora) if settings.lora.rank else count_parameters(policy).total
+        yield f"  average    {size_text(4 * trained)} in float32 over all ranks, beside the optimizer's state"
     for name, teacher in settings.distillation.teachers.items():
         config = model_config(teacher.model)
         weights = size_text(count_parameters(config).total * BYTES[teacher.dtype])
@@ -296,9 +316,13 @@ def _memory(settings: Settings) -> Iterator[str]:
         yield f"  teacher    {name}: {teacher.replicas} x {weights} weights{cache}, for {_parameters(config)}"
     cache = f" + {settings.vllm.kv_cache_gib or 1:g} GiB KV cache (on a CPU)"
     yield f"  engine     {size_text(engine)} weights{cache if engine_name(settings) == 'vllm' else ''}"
+    tokens = rollout.prompts_per_step * rollout.group_size * longest_trajectory(settings)
+    if width := rollout.nucleus_width:
+        token = ID_BYTES * width
+        yield f"  nuclei     {token} bytes a token, in trajectories: at most {size_text(tokens * token)} a step"
     if shape := expert_shape(settings):
         token = EXPERT_BYTES * math.prod(shape)
-        step = rollout.prompts_per_step * rollout.group_size * longest_trajectory(settings) * token
+        step = tokens * token
         yield f"  experts    {token} bytes a token, in the engine and in trajectories: at most {size_text(step)} a step"
 
 
@@ -312,7 +336,8 @@ def _on_ranks(settings: Settings, config: PolicyConfig, kind: Literal["policy", 
     """Memory of a model on the rank that needs the most."""
     parallel = settings.parallel
     lora = settings.lora if kind == "policy" else LoraOptions()
-    stages = rank_memory(config, parallel, dtype=settings.optimizer.dtype, kind=kind, lora=lora)
+    chosen = settings.optimizer
+    stages = rank_memory(config, parallel, dtype=chosen.dtype, kind=kind, algorithm=chosen.algorithm, lora=lora)
     which = "each" if len(set(stages)) == 1 else "the fullest"
     where = f" on {which} of {parallel.ranks} ranks" if parallel.ranks > 1 else ""
     return f"{size_text(max(map(sum, stages)))}{where}"

@@ -1,10 +1,7 @@
-"""The commands `train` and `validate` of both trainers: check everything that can be checked, then run."""
+"""The command `train` of both trainers: check everything that can be checked, then run."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rl_core.terminal_text import say
@@ -15,7 +12,6 @@ from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.models import check_engines, check_images, check_loop, trainable_problems
 from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.machine.needs import machine_problems
-from rl_trainer_parts.rollouts.evaluation import validate_policy
 from rl_trainer_parts.rollouts.inputs import input_notes, read_inputs, shows_images, with_kept_images
 from rl_trainer_parts.run.folder import (
     RunFolder,
@@ -26,7 +22,7 @@ from rl_trainer_parts.run.folder import (
     require_free,
     require_resumable,
 )
-from rl_trainer_parts.settings.schema import Settings, SettingsT
+from rl_trainer_parts.settings.schema import SettingsT
 
 Checked = tuple[SettingsT, Any, Sequence[str], Sequence[str]]
 """A run's settings, its inputs, further lines of its plan, and notes for the user."""
@@ -100,27 +96,3 @@ def train_checked(
         return 0
     with open_run(settings, resume=resume, say=console.say) as folder:
         return asyncio.run(launch(settings, with_kept_images(settings, inputs), folder, console))
-
-
-def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]:
-    """Evaluate the policy on the validation and test prompts and return its metrics.
-
-    Args:
-        settings: A run's settings.
-        say: Prints warnings and hints.
-
-    Raises:
-        SettingsError: A setting is impossible.
-        DataError: A user's file cannot be used.
-    """
-    check_settings(settings)
-    inputs = read_inputs(settings)
-    for note in input_notes(settings, inputs):
-        say(f"note: {note}")
-    check_images(settings, inputs)
-    check_loop(settings, inputs.tokenizer)
-    check_engines(settings, has_images=shows_images(settings, inputs))
-    with TemporaryDirectory(prefix="validate-") as folder:  # for images; the run's folder may be in use
-        apart = settings.model_copy(update={"run": replace(settings.run, directory=Path(folder), name="run")})
-        apart.run_folder.mkdir()
-        return asyncio.run(validate_policy(apart, with_kept_images(apart, inputs)))

@@ -163,9 +163,10 @@ def _rank(
     settings: Settings, model: Path, kind: Literal["policy", "critic", "frozen"], lora: LoraOptions | None = None
 ) -> int:
     """Size of a model in bytes on the rank that needs the most."""
-    dtype, lora = settings.optimizer.dtype, lora or LoraOptions()
+    chosen, lora = settings.optimizer, lora or LoraOptions()
     config = model_config(model, settings.policy.backend)
-    return max(map(sum, rank_memory(config, settings.parallel, dtype=dtype, kind=kind, lora=lora)))
+    dtype, algorithm = chosen.dtype, chosen.algorithm
+    return max(map(sum, rank_memory(config, settings.parallel, dtype=dtype, kind=kind, algorithm=algorithm, lora=lora)))
 
 
 ON_CPUS = {"ipc": "file", "nccl": "tcp"}

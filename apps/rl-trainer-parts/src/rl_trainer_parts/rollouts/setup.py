@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from rl_core import Batch, Prompt, Ragged, TaskSpec, Trajectory, TransferQueue
-from rl_core.data import ImageSpan, IntArray, Json, image_extras
+from rl_core.data import ImageSpan, IntArray, Json, column_spec, image_extras
 from rl_core.errors import DataError, SettingsError
 from rl_core.weights import (
     BFLOAT16_TOLERANCES,
@@ -30,14 +30,15 @@ from rl_rollout.engines import RolloutEngine, SamplingParams
 from rl_rollout.loops import SessionResult, resolve_loop
 from rl_rollout.prompts import PromptSet, PromptTokenizer
 from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew
-from rl_trainer_parts.learning.objective import gdpo_components, has_teachers
+from rl_trainer_parts.learning.objective import gdpo_components, has_teachers, needs_greedy
 from rl_trainer_parts.rollouts.inputs import make_scorer
+from rl_trainer_parts.rollouts.teacher_prompts import Pairs
 from rl_trainer_parts.settings.schema import Settings
 
 TRAIN = "train"
 """The learner's task in the queue."""
 
-ROUTED_EXPERTS = "routed_experts"
+ROUTED_EXPERTS, NUCLEUS = "routed_experts", "nucleus_ids"
 
 FLOAT32_TOLERANCE = 0.01
 """Maximum mean difference in nats when a turn is scored again; near ties in a mixture may be routed differently."""
@@ -57,6 +58,7 @@ def sampling_params(settings: Settings) -> SamplingParams:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        max_nucleus=rollout.nucleus_width,
     )
 
 
@@ -67,6 +69,10 @@ def rollout_columns(settings: Settings) -> frozenset[str]:
         columns -= {"reward"}
     if expert_shape(settings) is not None:
         columns |= {ROUTED_EXPERTS}
+    if needs_greedy(settings):
+        columns |= {"reward_baseline"}
+    if settings.rollout.nucleus_width is not None:
+        columns |= {NUCLEUS}
     return columns | component_columns(gdpo_components(settings))
 
 
@@ -201,7 +207,7 @@ def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: 
     ]
 
 
-def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
+def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Pairs) -> None:
     """Put whole sessions into the queue, with reward components if the advantage compares them.
 
     Args:
@@ -210,19 +216,33 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         pairs: Prompts with their trajectories.
 
     Raises:
-        DataError: A trajectory lacks such a component.
+        DataError: A trajectory lacks such a component, the baseline of ReMax, or the nuclei of truncated sampling.
     """
     trajectories = [trajectory for _, trajectory in pairs]
-    batch = _with_experts(Batch.from_trajectories(trajectories), expert_shape(settings))
+    width = settings.rollout.nucleus_width
+    for one in trajectories if width is not None else ():
+        if one.nucleus_ids is None and one.loss_mask.any():
+            raise DataError(
+                f"rollout.top_p and rollout.top_k need trajectories with nucleus_ids; prompt {one.prompt_uid}, session "
+                f"{one.session_index} has none. The engine must report Generation.nucleus_ids, and the loop "
+                f"{settings.rollout.loop!r} must keep them. Or set top_p to 1 and top_k to none."
+            )
+    batch = _with_indices(Batch.from_trajectories(trajectories), ROUTED_EXPERTS, expert_shape(settings))
+    batch = _with_indices(batch, NUCLEUS, None if width is None else (width,))
     if settings.metrics.log_rollouts:
         batch = batch.with_extras([rollout_extras(prompt, trajectory) for prompt, trajectory in pairs])
     if settings.distillation.texts is not None:  # texts have no reward
         batch = batch.only(batch.names - {"reward"})
+    if needs_greedy(settings) and any(one.reward_baseline is None for one in trajectories):
+        raise DataError(
+            'algorithm.advantage = "remax" needs the reward of a greedy session for every prompt; a stored group has '
+            "none. Generate it again: set rollout_cache.enabled = false, or another rollout_cache.directory."
+        )
     if names := gdpo_components(settings):
         for trajectory in trajectories:
             if lacking := sorted(set(names) - trajectory.reward_components.keys()):
                 raise DataError(
-                    f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function "
+                    f"algorithm.weights names the component {lacking[0]!r}, but the reward function "
                     f"returned {sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. It "
                     "must return every component for every response."
                 )
@@ -253,12 +273,12 @@ def problem_id(prompt_ids: IntArray, *, images: Sequence[ImageSpan] = ()) -> str
     return digest.hexdigest()
 
 
-def _with_experts(batch: Batch, shape: tuple[int, int] | None) -> Batch:
-    """Column of routed experts if the learner needs it: -1 where unknown, such as in older cached steps."""
+def _with_indices(batch: Batch, name: str, shape: tuple[int, ...] | None) -> Batch:
+    """Column of indices if the learner needs it: -1 where unknown, such as experts in older cached steps."""
     if shape is None:
-        return batch.only(batch.names - {ROUTED_EXPERTS})
-    if ROUTED_EXPERTS in batch:
+        return batch.only(batch.names - {name})
+    if name in batch:
         return batch
     ids = batch.ragged("input_ids")
-    unknown = np.full((len(ids.values), *shape), -1, np.int16)
-    return batch.with_columns({ROUTED_EXPERTS: Ragged(unknown, ids.offsets)})
+    unknown = np.full((len(ids.values), *shape), -1, column_spec(name).dtype)
+    return batch.with_columns({name: Ragged(unknown, ids.offsets)})

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from rl_core.annotation_rules import array_of, expect, several
 from rl_core.data.columns import BUILT_IN, column_dtype, column_spec
 from rl_core.data.ragged import Array, Ragged, offsets_of, row_indices
-from rl_core.data.records import ExpertArray, ImageSpan, Json, Trajectory
+from rl_core.data.records import ImageSpan, Json, Trajectory
 from rl_core.data.row_keys import RowKey, RowKeys
 from rl_core.errors import DataError, ShapeError
 
@@ -72,10 +72,10 @@ class Batch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory]) -> "Batch":
-        """Build the columns from trajectories, in order; a missing reward becomes NaN, missing experts -1.
+        """Build the columns from trajectories, in order; a missing reward or baseline becomes NaN, missing indices -1.
 
         Raises:
-            ShapeError: Trajectories differ in the number of expert layers or of experts per token.
+            ShapeError: Trajectories differ in the number of expert layers, experts or kept ids per token.
         """
         trajectories = several(trajectories, Trajectory, "trajectories")
         token_columns = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
@@ -84,11 +84,15 @@ class Batch:
             for name in token_columns
         }
         offsets = offsets_of([len(t.input_ids) for t in trajectories])
-        if (experts := _experts_of(trajectories)) is not None:
-            values["routed_experts"] = experts
+        for name in ("routed_experts", "nucleus_ids"):
+            if (indices := _indices_of(trajectories, name)) is not None:
+                values[name] = indices
         columns: dict[str, Column] = {**Ragged.aligned(values, offsets)}
         rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
         columns["reward"] = np.asarray(rewards, dtype=np.float32)
+        if any(t.reward_baseline is not None for t in trajectories):
+            baselines = [np.nan if t.reward_baseline is None else t.reward_baseline for t in trajectories]
+            columns["reward_baseline"] = np.asarray(baselines, dtype=np.float32)
         columns["is_truncated"] = np.asarray([t.finish_reason == "length" for t in trajectories], dtype=np.bool_)
         columns["num_prompt_tokens"] = np.asarray([t.num_prompt_tokens for t in trajectories], dtype=np.int32)
         keys = [RowKey(t.prompt_uid, t.session_index, t.output_index) for t in trajectories]
@@ -246,13 +250,19 @@ class Batch:
         return self.keys.by_first_appearance()
 
 
-def _experts_of(trajectories: Sequence[Trajectory]) -> ExpertArray | None:
-    """[T, layers, top_k] experts of all tokens; None if no trajectory has experts."""
-    shapes = {t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None}
+def _indices_of(trajectories: Sequence[Trajectory], name: str) -> Array | None:
+    """[T, ...] indices of all tokens, -1 where a trajectory has none; None if no trajectory has any."""
+    given = [(len(one.input_ids), getattr(one, name)) for one in trajectories]
+    shapes = {indices.shape[1:] for _, indices in given if indices is not None}
     if len(shapes) > 1:
-        raise ShapeError(f"routed_experts must have one [layers, top_k] in all trajectories; found {sorted(shapes)}.")
-    given = [(t.routed_experts, (len(t.input_ids), *shape)) for shape in shapes for t in trajectories]
-    return np.concatenate([np.full(of, -1, np.int16) if e is None else e for e, of in given]) if given else None
+        raise ShapeError(f"{name} must have one shape per token in all trajectories; found {sorted(shapes)}.")
+    dtype = column_dtype(name)
+    filled = [
+        np.full((length, *shape), -1, dtype) if indices is None else indices
+        for shape in shapes
+        for length, indices in given
+    ]
+    return np.concatenate(filled) if filled else None
 
 
 def _as_slice(indices: NDArray[np.int64]) -> slice | NDArray[np.int64]:

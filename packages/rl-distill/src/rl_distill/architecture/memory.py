@@ -7,8 +7,15 @@ from typing import Literal, NamedTuple
 from rl_core.weights import LORA_B
 from rl_distill.architecture.lora_targets import adapter_shapes
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.architecture.tensor_shapes import ROUTED, is_frozen, keeps_float32, output_name, tensor_shapes
-from rl_distill.options import LearnerOptions, LoraOptions, ParallelOptions
+from rl_distill.architecture.tensor_shapes import (
+    ROUTED,
+    is_frozen,
+    is_hidden_matrix,
+    keeps_float32,
+    output_name,
+    tensor_shapes,
+)
+from rl_distill.options import Algorithm, LearnerOptions, LoraOptions, ParallelOptions
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4
@@ -26,7 +33,7 @@ class RankMemory(NamedTuple):
     Attributes:
         weights: Bytes of the parameters.
         gradients: Bytes of the float32 gradients; 0 for a frozen model.
-        optimizer: Bytes of Adam's moments and, for bfloat16 weights, the float32 master weights; 0 for a frozen model.
+        optimizer: Bytes of the moments and, for bfloat16 weights, the float32 master weights; 0 for a frozen model.
     """
 
     weights: int
@@ -40,6 +47,7 @@ def rank_memory(
     *,
     dtype: str,
     kind: Literal["policy", "critic", "frozen"] = "policy",
+    algorithm: Algorithm = "adam",
     lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
 ) -> list[RankMemory]:
     """Return the memory of a model on a rank of each pipeline stage.
@@ -53,6 +61,7 @@ def rank_memory(
         parallel: A parallel layout that divides the model evenly.
         dtype: Dtype of the parameters.
         kind: Role of the model; "frozen" keeps only the policy's weights.
+        algorithm: Optimizer; Muon keeps one moment of a hidden matrix instead of two.
         lora: Adapter that trains instead of the policy's weights; a reference that shares these weights uses no memory.
 
     Raises:
@@ -65,14 +74,15 @@ def rank_memory(
     kept = MOMENTS_BYTES + (MASTER_BYTES if weight < MASTER_BYTES else 0)
     adapter, found = adapter_shapes(config, lora) if kind == "policy" else {}, []
     for stage in range(parallel.pipeline):
-        sizes, of_frozen = {True: 0, False: 0}, 0
+        sizes, of_frozen, of_muon = {True: 0, False: 0}, 0, 0
         for name, shape in _stage_shapes(config, parallel, stage, is_critic=kind == "critic"):
             if keeps_float32(name, config):
                 of_frozen += MASTER_BYTES * math.prod(shape)
             elif is_frozen(name, config):
                 of_frozen += weight * math.prod(shape)
             else:
-                sizes[ROUTED in name] += _rank_size(name, shape, parallel.tensor, expert_size)
+                sizes[ROUTED in name] += (size := _rank_size(name, shape, parallel.tensor, expert_size))
+                of_muon += size if algorithm == "muon" and is_hidden_matrix(name, shape) else 0
         if parallel.shard_weights:  # over all ranks
             sizes = {of: -(-size // parallel.ranks) for of, size in sizes.items()}
         of_weights = weight * sum(sizes.values()) + of_frozen
@@ -84,7 +94,8 @@ def rank_memory(
             trained = sum(_adapter_size(name, shape, parallel.tensor) for name, shape in here.items())
             sizes, of_weights = {True: 0, False: trained}, of_weights + weight * trained
         shares = [-(-size // (copies[of] if parallel.distributed_optimizer else 1)) for of, size in sizes.items()]
-        found.append(RankMemory(of_weights, GRADIENT_BYTES * sum(sizes.values()), kept * sum(shares)))
+        optimizer = kept * sum(shares) - MOMENTS_BYTES // 2 * of_muon
+        found.append(RankMemory(of_weights, GRADIENT_BYTES * sum(sizes.values()), optimizer))
     return found
 
 

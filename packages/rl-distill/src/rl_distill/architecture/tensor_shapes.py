@@ -100,6 +100,11 @@ def is_trained(name: str, config: PolicyConfig) -> bool:
     return not keeps_float32(name, config) and not is_frozen(name, config)
 
 
+def is_hidden_matrix(name: str, shape: Shape) -> bool:
+    """Return whether Muon trains a tensor: the matrices of layers, except routers."""
+    return len(shape) == 2 and name.startswith("model.layers.") and not name.endswith(".mlp.gate.weight")
+
+
 def is_frozen(name: str, config: PolicyConfig) -> bool:
     """Return whether a tensor belongs to a vision tower that is not trained."""
     return bool(config.model_json) and not config.trains_vision and name in vision_names(config.model_json)

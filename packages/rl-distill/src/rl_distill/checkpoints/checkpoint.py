@@ -25,7 +25,7 @@ from rl_distill.architecture.tensor_shapes import Shape, is_trained, keeps_float
 from rl_distill.checkpoints.hf_folder import write_json, write_policy_folder
 from rl_distill.checkpoints.peft_folder import adapter_differences, write_adapter
 from rl_distill.checkpoints.pieces import Piece, StoredPiece, TensorFolder, write_index
-from rl_distill.options import LearnerOptions, LoraOptions
+from rl_distill.options import Algorithm, LearnerOptions, LoraOptions
 
 FORMAT_VERSION = 3
 LEARNER_FILE = "learner.json"
@@ -114,11 +114,17 @@ def critic_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     return {**shapes, "score.weight": (1, config.hidden_size), "score.bias": (1,)}
 
 
-def state_shapes(shapes: Mapping[str, Shape], config: PolicyConfig) -> dict[str, Shape]:
-    """Shape of every tensor in `state/`, given the model's: all weights, and the moments of the trained ones."""
+def state_shapes(shapes: Mapping[str, Shape], config: PolicyConfig, *, also: Sequence[str] = ()) -> dict[str, Shape]:
+    """Shape of every tensor in `state/`, given the model's: all weights, and the moments of the trained ones.
+
+    Args:
+        shapes: Shape of every tensor of the model.
+        config: The policy's configuration.
+        also: Further kinds of state of the trained tensors, such as "average".
+    """
     return {
         f"{kind}/{name}": shape
-        for kind in STATE_KINDS
+        for kind in (*STATE_KINDS, *also)
         for name, shape in shapes.items()
         if kind == "weights" or is_trained(name, config)
     }
@@ -201,17 +207,25 @@ def _saved_weights(
         yield name, whole.tensor if keeps_float32(name, config) else whole.tensor.to(dtype)
 
 
-def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: TrainedAdapter | None = None) -> int:
+def read_header(
+    directory: Path,
+    *,
+    config: PolicyConfig,
+    dtype: str,
+    algorithm: Algorithm = "adam",
+    adapter: TrainedAdapter | None = None,
+) -> int:
     """Return the step of a checkpoint, after checking that it belongs to this policy.
 
     Args:
         directory: Folder of the checkpoint.
         config: Configuration of the policy to resume.
         dtype: The policy's dtype, "float32" or "bfloat16".
+        algorithm: The optimizer's.
         adapter: The adapter that the learner trains; None if it trains all weights.
 
     Raises:
-        CheckpointError: The checkpoint is missing, torn, or of another policy, dtype, adapter or base model.
+        CheckpointError: The checkpoint is missing, torn, or of another policy, dtype, optimizer, adapter or base model.
     """
     header = _read_header(directory / LEARNER_FILE)
     saved = None if header.adapter is None else header.adapter.trained()
@@ -221,11 +235,12 @@ def read_header(directory: Path, *, config: PolicyConfig, dtype: str, adapter: T
             f"{directory} is a checkpoint of another model: {_differences(folder, config)}. Load it "
             "with the policy it was saved from."
         )
-    if (saved_dtype := header.options.dtype) != dtype:
-        raise CheckpointError(
-            f"{directory} was saved with dtype = {saved_dtype!r}; this learner has {dtype!r}. "
-            f"Set dtype = {saved_dtype!r}, or start a new run from {_policy_of(directory)}."
-        )
+    for name, own in {"dtype": dtype, "algorithm": algorithm}.items():
+        if (found := getattr(header.options, name)) != own:
+            raise CheckpointError(
+                f"{directory} was saved with {name} = {found!r}; this learner has {own!r}. "
+                f"Set {name} = {found!r}, or start a new run from {_policy_of(directory)}."
+            )
     _check_same_adapter(directory, saved, adapter)
     return header.step
 
@@ -288,6 +303,7 @@ def _differences(folder: Path | None, config: PolicyConfig) -> str:
 
 class _Options(msgspec.Struct):
     dtype: str
+    algorithm: str = "adam"
 
 
 class _Format(msgspec.Struct):

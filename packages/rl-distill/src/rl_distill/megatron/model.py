@@ -20,7 +20,7 @@ from rl_distill.megatron.rank_batches import PlacedPack
 from rl_distill.objectives.chunked_head import HeadResult, chunked_head_divergence
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.micro_batches import MEASURED, WEIGHTED, TeacherComparison
-from rl_distill.objectives.vocabulary import VocabularyPart
+from rl_distill.objectives.vocabulary import VocabularyPart, nucleus_logprobs
 from rl_distill.options import LoraOptions
 
 R = TypeVar("R")
@@ -63,6 +63,12 @@ class TokenResults:
     values: Tensor
     entropy: Tensor | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def within_nucleus(self, placed: PlacedPack) -> "TokenResults":
+        """Return a policy's results under the truncated distributions of a pack with `nucleus_ids`; else these."""
+        if not placed.has_nucleus or self.entropy is None:
+            return self
+        return TokenResults(*nucleus_logprobs(self.values, placed.targets), self.others)
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,8 @@
-"""Adam of a rank: clipping, learning rate and per-parameter state, optionally sharded over ranks; offloading."""
+"""Adam of a rank, with Muon if chosen: clipping, learning rate and state, optionally sharded over ranks; offloading."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,17 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rl_distill.megatron.convert import TensorBlock
 from rl_distill.megatron.cpu import cuda_type_names
+from rl_distill.megatron.muon import HiddenMatrices, muon_step
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.options import AdamOptions, LearnerOptions
 from rl_distill.stepping import clip_scale
 
 Parameters = Mapping[str, torch.nn.Parameter]
+
+MOMENTS, AVERAGE = ("exp_avg", "exp_avg_sq"), "average"
+"""Names in the optimizer's state: Adam's moments, and the moving average of a float32 weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,27 @@ class Main:
 
 
 class RankAdam(ABC):
-    """Mixed-precision AdamW over a rank's parameters, without weight decay on norms and biases."""
+    """Mixed-precision AdamW over a rank's parameters, without weight decay on norms and biases.
+
+    Attributes:
+        kinds: Names of the state of each parameter that a checkpoint keeps.
+    """
+
+    kinds: tuple[str, ...] = MOMENTS
 
     def __init__(self, mains: Mapping[torch.nn.Parameter, Main]) -> None:
         """Keep what the optimizers of the parameters update, by parameter."""
         self._mains = mains
+        self._matrices: list[HiddenMatrices] = []
+        self._average_decay = 0.0
         self._on_host: Offloaded | None = None
+
+    def use_muon(self, parameters: Iterable[tuple[torch.nn.Parameter, Callable[[Tensor], list[TensorBlock]]]]) -> None:
+        """Train these parameters with Muon; each comes with a function that returns the matrices in its tensors."""
+        for parameter, blocks in parameters:
+            main = self._mains[parameter]
+            if main.tensor is not None and main.inner is not None:
+                self._matrices.append(HiddenMatrices(main.tensor, main.inner, blocks))
 
     @abstractmethod
     def zero_grad(self) -> None:
@@ -104,7 +124,17 @@ class RankAdam(ABC):
             grads = [p.grad for inner in self.inner() for group in inner.param_groups for p in group["params"]]
             torch._foreach_mul_([grad for grad in grads if grad is not None], scale)
         with self.on_device():
+            muon_step(self._matrices, options)
             self._apply()
+            for tensor, state in self._states() if self._average_decay else ():
+                state[AVERAGE].lerp_(tensor.detach(), 1 - self._average_decay)
+
+    def keep_average(self, decay: float) -> None:
+        """Keep a moving average of the float32 weights, which starts from them; each step keeps this share."""
+        self._average_decay, self.kinds = decay, (*MOMENTS, AVERAGE)
+        self.start_moments()
+        for tensor, state in self._states():
+            state.setdefault(AVERAGE, tensor.detach().clone())
 
     def keep_on_host(self) -> None:
         """Keep moments and float32 weights in host memory from now on, except during `step` and `on_device`."""
@@ -124,7 +154,7 @@ class RankAdam(ABC):
             self._on_host = Offloaded(self.tensors(), [])
 
     def moments(self, parameters: Parameters, name: str) -> dict[str, Tensor]:
-        """Return a moment of each parameter in its shape; zeros before the first step. Call it on all ranks."""
+        """Return a moment of each parameter in its shape; zeros if it has none (yet). Call it on all ranks."""
         out = {}
         for parameter_name, parameter in parameters.items():
             main = self._mains[parameter]
@@ -158,9 +188,10 @@ class RankAdam(ABC):
         Args:
             parameters: The rank's parameters.
             step: Optimizer steps done so far.
-            moments: exp_avg and exp_avg_sq of each parameter, in its shape.
+            moments: exp_avg, exp_avg_sq and any average of each parameter, in its shape.
             master: float32 master weights of bfloat16 parameters.
         """
+        of_muon = {id(one.tensor) for one in self._matrices}
         for name, parameter in parameters.items():
             main = self._mains[parameter]
             if main.tensor is None or main.inner is None:
@@ -172,16 +203,24 @@ class RankAdam(ABC):
             if step:
                 # One step tensor per parameter, because Adam increments it in place.
                 state["step"] = torch.tensor(float(step), dtype=torch.float32, device=main.tensor.device)
-                state.update({m: _part(moments[m][name], main).to(main.tensor.device).clone() for m in moments})
+                kept = [m for m in moments if m != "exp_avg_sq" or id(main.tensor) not in of_muon]
+                state.update({m: _part(moments[m][name], main).to(main.tensor.device).clone() for m in kept})
+        if self._average_decay:
+            self.keep_average(self._average_decay)
         self.set_step(step)
 
     def start_moments(self) -> None:
         """Create the moments before the first step, which otherwise does."""
+        for tensor, state in self._states():
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                state.update({name: torch.zeros_like(tensor) for name in MOMENTS})
+
+    def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield what the optimizer updates on this rank, each with its state."""
         for main in self._mains.values():
-            if main.tensor is not None and main.inner is not None and not main.inner.state[main.tensor]:
-                state = main.inner.state[main.tensor]
-                state["step"] = torch.zeros((), dtype=torch.float32, device=main.tensor.device)
-                state.update({name: torch.zeros_like(main.tensor) for name in ("exp_avg", "exp_avg_sq")})
+            if main.tensor is not None and main.inner is not None:
+                yield main.tensor, main.inner.state[main.tensor]
 
     def set_step(self, step: int) -> None:
         """Set the number of steps done so far, by which Adam corrects its moments."""

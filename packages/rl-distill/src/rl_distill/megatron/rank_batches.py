@@ -18,7 +18,7 @@ from rl_distill.megatron.attention.layout import PackedLayout, packed_layout
 from rl_distill.objectives.micro_batches import needed_column
 from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
 from rl_distill.packing import Pack, pack_rows, unpack_trained
-from rl_distill.prefixes import ROUTED_EXPERTS, PrefixForest
+from rl_distill.prefixes import NUCLEUS, ROUTED_EXPERTS, PrefixForest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,8 @@ class PlacedPack:
         layout: Layout of all computed tokens, with the rotary tables and experts of the slice.
         kept: [K] int64 indices within the slice of hidden states that are scored.
         expand: [M] int64 index into `kept` of each token to score; None if M equals K.
-        targets: [M] int64 ids of the tokens to score, or [M] or [M, K] of the pack's `target_ids`.
+        targets: [M] int64 ids of the tokens to score; [M] or [M, K] of the pack's `target_ids`; or [M, 1 + K] of the
+            token and its `nucleus_ids`.
         scored: [N] int64 indices within the pack of the tokens that receive a score.
         given: [N] int64 index among the M scores of each receiving token; None if N equals M.
         sharing: How ranks divide the tokens.
@@ -92,6 +93,11 @@ class PlacedPack:
         """
         return needed_column(self.pack.micro_batch, "loss_weights", who="a comparison with teachers")[self.scored]
 
+    @property
+    def has_nucleus(self) -> bool:
+        """Whether tokens are scored among the tokens of their nucleus."""
+        return NUCLEUS in self.pack.micro_batch.columns
+
     def to_score(self, hidden: Tensor) -> Tensor:
         """Return the hidden states [M, ...] of the tokens to score from the kept ones [K, ...]."""
         return hidden if self.expand is None else hidden.index_select(0, self.expand)
@@ -119,7 +125,7 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
         sharing: How ranks divide the tokens.
         length: Number of tokens after padding: at least `padded_length`, and a multiple of the same number.
         each_row: Score a token that several rows share once per row, because teachers may score it differently in each.
-            Tokens of a pack with `target_ids` are, too.
+            Tokens of a pack with `target_ids` or `nucleus_ids` are, too.
     """
     forest, micro_batch = pack.forest, pack.micro_batch
     num_padding = length - forest.num_computed
@@ -141,8 +147,8 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
     length = len(ids) // sharing.context_size
     start = sharing.context_rank * length
     targets, before, given = places[scored], places[scored - 1], None
-    target_ids = micro_batch.columns.get("target_ids")
-    if forest.is_shared and not each_row and target_ids is None:
+    target_ids, nucleus_ids = (micro_batch.columns.get(name) for name in ("target_ids", NUCLEUS))
+    if forest.is_shared and not each_row and target_ids is None and nucleus_ids is None:
         targets, given = torch.unique(targets, return_inverse=True)
         before = torch.empty_like(targets).index_copy_(0, given, before)
     is_own = (before >= start) & (before < start + length)
@@ -158,6 +164,7 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
     experts = _own_experts(pack, places, len(ids), sharing)
     routed = None if experts is None else experts.new_zeros(experts.shape[1], 2)
     layout = replace(layout, kept=kept, experts=experts, routed=routed, **tables)
+    wanted = ids.index_select(0, targets) if target_ids is None else target_ids[scored]
     return PlacedPack(
         pack=pack,
         input_ids=ids[start : start + length],
@@ -165,7 +172,7 @@ def place_pack(pack: Pack, scored: Tensor, sharing: Sharing, *, length: int, eac
         layout=layout,
         kept=kept,
         expand=expand,
-        targets=ids.index_select(0, targets) if target_ids is None else target_ids[scored],
+        targets=wanted if nucleus_ids is None else torch.cat([wanted.unsqueeze(-1), nucleus_ids[scored]], -1),
         scored=scored,
         given=given,
         sharing=sharing,

@@ -1,6 +1,7 @@
 """A rank's tensors by Hugging Face name: for export, for checkpoints, and for memory accounting."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -12,11 +13,11 @@ from torch import Tensor
 from rl_core.weights import LORA_A, LORA_B, PEFT_PREFIX, Rectangle
 from rl_core.weights.broadcast import HeldRectangle
 from rl_distill.architecture.lora_targets import adapted_tensor
-from rl_distill.architecture.tensor_shapes import tensor_shapes
+from rl_distill.architecture.tensor_shapes import is_hidden_matrix, tensor_shapes
 from rl_distill.checkpoints.pieces import Piece
 from rl_distill.megatron.convert import Shard, TensorBlock, held_rows
 from rl_distill.megatron.lora import PARAMETER
-from rl_distill.megatron.optimizer import Parameters, RankAdam
+from rl_distill.megatron.optimizer import AVERAGE, Parameters, RankAdam
 from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.megatron.setup import ModelPlan, chunk_blocks, fill_adapter
@@ -106,7 +107,7 @@ class RankTensors:
         """Return copies of this rank's checkpoint state: float32 weights (or the adapter) and Adam's moments."""
         adam, parameters = self.adam, self._parameters()
         with adam.on_device():
-            states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
+            states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in self.adam.kinds}
             masters = [adam.master_weights(chunk) for chunk in parameters]
             states["weights"] = [{**w, **(m or {})} for w, m in zip(self._saved(), masters, strict=True)]
             return [
@@ -117,7 +118,7 @@ class RankTensors:
 
     def empty_state(self) -> tuple[States, dict[str, list[TensorBlock]]]:
         """Return float32 tensors to load a checkpoint into, by Megatron's name per chunk, and their blocks."""
-        of_kind: States = {"weights": self._saved(), "exp_avg": self._parameters(), "exp_avg_sq": self._parameters()}
+        of_kind: States = {"weights": self._saved(), **{name: self._parameters() for name in self.adam.kinds}}
         states = {
             kind: [{n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()} for chunk in chunks]
             for kind, chunks in of_kind.items()
@@ -133,8 +134,16 @@ class RankTensors:
                 weights = states["weights"][index]
                 for name, live in self._saved()[index].items():
                     live.copy_(weights[name])
-                moments = {name: states[name][index] for name in ("exp_avg", "exp_avg_sq")}
+                moments = {name: states[name][index] for name in self.adam.kinds}
                 adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
+
+    def hidden_matrices(self) -> Iterator[tuple[torch.nn.Parameter, Callable[[Tensor], list[TensorBlock]]]]:
+        """Yield each parameter that Muon trains, with the function that returns the matrices in a tensor like it."""
+        for parameters, shard in zip(self._parameters(), self._shards, strict=True):
+            for name, parameter in parameters.items():
+                blocks = partial(_blocks_like, name, self._plan, shard)
+                if all(is_hidden_matrix(block.name, block.shape) for block in blocks(parameter)):
+                    yield parameter, blocks
 
     def adapter_state(self) -> list[Tensor]:
         """Return the adapter's A and B on this rank, their moments and float32 weights, always in the same order."""
@@ -156,6 +165,22 @@ class RankTensors:
                 fill_adapter(adapter, plan, shard, rank=rank, frozen=frozen)
                 master = {name: parameter.detach().float() for name, parameter in parameters.items()}
                 self.adam.load(parameters, step=0, moments={}, master=master if plan.dtype != torch.float32 else None)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Compute with the moving average of the weights inside the context."""
+        with torch.no_grad(), self.adam.on_device():
+            chunks = self._parameters()
+            live = [parameter.detach().clone() for chunk in chunks for parameter in chunk.values()]
+            for chunk in chunks:
+                for name, average in self.adam.moments(chunk, AVERAGE).items():
+                    chunk[name].copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, own in zip((p for chunk in chunks for p in chunk.values()), live, strict=True):
+                    parameter.copy_(own)
 
     @property
     def adam(self) -> RankAdam:
@@ -219,6 +244,11 @@ class RankTensors:
     def _blocks(self, states: Sequence[Mapping[str, Tensor]]) -> list[TensorBlock]:
         pairs = zip(states, self._shards, strict=True)
         return [block for state, shard in pairs for block in chunk_blocks(state, self._plan, shard)]
+
+
+def _blocks_like(name: str, plan: ModelPlan, shard: Shard, tensor: Tensor) -> list[TensorBlock]:
+    """Return the blocks of a tensor that has the shape of the named parameter."""
+    return chunk_blocks({name: tensor}, plan, shard)
 
 
 def _piece(block: TensorBlock, tensor: Tensor, *, name: str | None = None) -> Piece:

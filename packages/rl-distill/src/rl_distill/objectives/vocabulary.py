@@ -244,6 +244,24 @@ def likeliest(logits: Tensor, k: int, *, part: VocabularyPart) -> tuple[Tensor, 
     return values, torch.cat(all_ids, -1).gather(-1, places)
 
 
+def nucleus_logprobs(logprobs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logprobs of tokens drawn from a truncated distribution, and its entropy, with gradient.
+
+    Args:
+        logprobs: [M, 1 + K] logprobs, of the token and of the K tokens that top-k and top-p kept.
+        ids: [M, 1 + K] int64 ids of these tokens, -1 for none.
+
+    Returns:
+        [M] logprobs and [M] entropy; both are 0 for a token without others.
+    """
+    is_kept = torch.cat(
+        [torch.ones_like(ids[:, :1], dtype=torch.bool), (ids[:, 1:] >= 0) & (ids[:, 1:] != ids[:, :1])], -1
+    )
+    kept = logprobs.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+    entropy = -(kept.exp() * kept.masked_fill(~is_kept, 0.0)).sum(-1)
+    return kept[:, 0], entropy
+
+
 class _VocabularyLogprobs(torch.autograd.Function):
     """Computes logprobs and entropy, and saves only the probabilities for the backward pass."""
 

@@ -141,7 +141,7 @@ CAUSES = {
     "truncation": (
         "sampling truncation: the engine samples from a part of the distribution (top-p, top-k, min-p)",
         (
-            "set rollout.top_p = 1 and leave rollout.top_k out",
+            "set rollout.top_p = 1 and leave rollout.top_k out, or score tokens among those that the engine kept",
             "look at the engine's own defaults, such as the model's generation_config.json",
         ),
     ),

@@ -51,6 +51,8 @@ class SamplingParams:
             response's text, including special tokens, but not in the prompt.
         structure: Constraint on the response. Logprobs are those under the constraint, and differ from those of
             `score`.
+        max_nucleus: Return the tokens that top_k and top_p kept at each position, so that a learner can score the same
+            distribution. A sample for which they kept more than this many fails. None does not return them.
     """
 
     max_tokens: int
@@ -61,6 +63,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     structure: Structure | None = None
+    max_nucleus: int | None = None
 
 
 @record
@@ -111,6 +114,8 @@ class Generation:
         num_preempted: How often the engine restarted it.
         routed_experts: [P + R, layers, top_k] int16 experts used by each token of prompt and response. -1 if unknown,
             as for the last token. None if the engine or model does not report experts.
+        nucleus_ids: [R, max_nucleus] int32 tokens that top_k and top_p kept at each position, most likely first, then
+            -1. None unless requested, and if greedy.
         matched_stop: The entry of `SamplingParams.stop` that ended it. If several match at once, the one that begins
             first.
         pixel_digest: Digest of the pixel values that the engine used for the request's images
@@ -123,6 +128,7 @@ class Generation:
     finish_reason: FinishReason
     num_preempted: int = 0
     routed_experts: Annotated[ExpertArray | None, Axes("P + R", "layers", "top_k")] = None
+    nucleus_ids: Annotated[IntArray | None, Axes("R", "max_nucleus")] = None
     matched_stop: str | None = None
     pixel_digest: str = ""
 

@@ -162,6 +162,10 @@ def _check_sampling(sampling: SamplingParams, traits: EngineTraits) -> None:
         raise EngineError(f"top_p must be in (0, 1]; found {sampling.top_p}.")
     if sampling.top_k is not None and sampling.top_k < 1:
         raise EngineError(f"top_k must be at least 1, or None to keep every token; found {sampling.top_k}.")
+    if sampling.max_nucleus is not None and sampling.max_nucleus < 1:
+        raise EngineError(
+            f"max_nucleus must be at least 1, or None to return no kept tokens; found {sampling.max_nucleus}."
+        )
     outside = [token for token in sampling.stop_token_ids if not 0 <= token < traits.vocab_size]
     if outside:
         raise EngineError(f"stop_token_ids must be from 0 to {traits.vocab_size - 1}; found {outside[0]}.")

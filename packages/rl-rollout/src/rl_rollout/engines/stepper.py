@@ -31,6 +31,7 @@ class Sample:
         token_ids: Tokens sampled so far.
         logprobs: Logprobs of token_ids; empty when greedy.
         policy_versions: Policy versions of token_ids.
+        nucleus_ids: [max_nucleus] kept tokens of each of token_ids, if requested.
         finish_reason: None while it runs.
         num_preempted: Number of restarts.
         scores: Scores of input_ids, with top_k more columns on request.
@@ -51,6 +52,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    nucleus_ids: list[IntArray] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_preempted: int = 0
     scores: TokenScores | None = None
@@ -59,6 +61,29 @@ class Sample:
     text: ResponseText | None = None
     _num_searched: int = 0
     _num_told: int | None = 0
+
+    @property
+    def max_nucleus(self) -> int:
+        """Maximum number of kept tokens to report at each position; 0 to report none."""
+        return self.sampling.max_nucleus or 0 if self.sampling is not None and self.sampling.temperature else 0
+
+    def add_nucleus(self, token_ids: IntArray, logprobs: FloatArray) -> None:
+        """Note the tokens from which the next one was sampled. If they are too many, the sample will fail.
+
+        Args:
+            token_ids: [N] most likely tokens in descending order, one more than max_nucleus unless there are no more.
+            logprobs: [N] float32, -inf for tokens that were not kept.
+        """
+        is_kept = np.isfinite(logprobs)
+        if is_kept[self.max_nucleus :].any():
+            self.failure = (
+                f"top_k and top_p kept more than max_nucleus = {self.max_nucleus} tokens at token "
+                f"{len(self.nucleus_ids)} of a response; tokens as likely as the last of top_k count too. Raise "
+                "max_nucleus, or lower top_p."
+            )
+        row = np.full(self.max_nucleus, -1, np.int32)
+        row[: len(token_ids)] = np.where(is_kept, token_ids, -1)[: self.max_nucleus]
+        self.nucleus_ids.append(row)
 
     def find_stop(self) -> bool:
         """Search for a stop string in the tokens sampled since the last call."""
@@ -98,6 +123,7 @@ class Sample:
             finish_reason=self.finish_reason or "abort",
             num_preempted=self.num_preempted,
             routed_experts=self.routed_experts,
+            nucleus_ids=np.stack(self.nucleus_ids) if self.nucleus_ids else None,
             matched_stop=None if self.text is None else self.text.matched_stop,
             pixel_digest=self.pixel_digest,
         )

@@ -305,6 +305,7 @@ class TransformersStepper:
         positions = [len(sample.token_ids) for sample in batch.samples]
         tokens = draw_tokens(logprobs, sampling, [sample.seed or 0 for sample in batch.samples], positions)
         chosen = logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        _add_nucleus(batch.samples, logprobs)
         self._append(batch.samples, tokens.tolist(), chosen.tolist())
         finished = [sample for sample in batch.samples if sample.finish_reason is not None]
         batch.keep([index for index, sample in enumerate(batch.samples) if sample.finish_reason is None])
@@ -405,6 +406,15 @@ class _Batch:
             sample.scores = _scores(row[-len(sample.input_ids) :], sample)
             sample.finish_reason = "stop"
         return finished
+
+
+def _add_nucleus(samples: Sequence[Sample], logprobs: torch.Tensor) -> None:
+    """Note the tokens from which each sample's next one is drawn, from [N, V] logprobs, if requested."""
+    if most := max(sample.max_nucleus for sample in samples):
+        top = logprobs.topk(min(most + 1, logprobs.shape[-1]), dim=-1)
+        for sample, ids, values in zip(samples, top.indices.cpu().numpy(), top.values.cpu().numpy(), strict=True):
+            if sample.max_nucleus:
+                sample.add_nucleus(ids[: sample.max_nucleus + 1], values[: sample.max_nucleus + 1])
 
 
 def _scores(logits: torch.Tensor, sample: Sample) -> TokenScores:

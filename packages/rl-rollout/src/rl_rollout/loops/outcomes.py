@@ -42,21 +42,26 @@ def join_parts(parts: Sequence[tuple[IntArray, Generation | None]]) -> dict[str,
         parts: Token ids, in order; each with the engine's output that sampled them if they train, else with None.
 
     Returns:
-        [T] input_ids, loss_mask, rollout_logprobs and policy_versions.
+        [T] input_ids, loss_mask, rollout_logprobs and policy_versions; [T, K] nucleus_ids, None if no part has them.
     """
     ids = np.concatenate([part for part, _ in parts]).astype(np.int32, copy=False)
     mask = np.zeros(len(ids), dtype=np.bool_)
     logprobs = np.zeros(len(ids), dtype=np.float32)
     versions = np.full(len(ids), NO_VERSION, dtype=np.int32)
-    start = 0
+    start, nucleus_ids = 0, None
     for part, generation in parts:
         stop = start + len(part)
         if generation is not None:
             mask[start:stop] = True
             logprobs[start:stop] = generation.logprobs
             versions[start:stop] = generation.policy_versions
+            if generation.nucleus_ids is not None:
+                if nucleus_ids is None:
+                    nucleus_ids = np.full((len(ids), generation.nucleus_ids.shape[1]), -1, np.int32)
+                nucleus_ids[start:stop] = generation.nucleus_ids
         start = stop
-    return {"input_ids": ids, "loss_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}
+    columns = {"input_ids": ids, "loss_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}
+    return {**columns, "nucleus_ids": nucleus_ids}
 
 
 def join_experts(told: Iterable[ExpertArray | None], num_tokens: int) -> ExpertArray | None:
@@ -79,6 +84,21 @@ def join_experts(told: Iterable[ExpertArray | None], num_tokens: int) -> ExpertA
         is_open = (first < 0).all(axis=(1, 2))
         first[is_open] = experts[is_open]
     return joined
+
+
+def with_baseline_of(greedy: SessionResult, sessions: Sequence[SessionResult]) -> tuple[SessionResult, ...]:
+    """Return sessions with a greedy one's reward as baseline; if it failed, all fail, because they have none."""
+    failure, changes = None, dict[str, Any](reward=None)
+    if greedy.failure is None:
+        changes = {"reward_baseline": greedy.trajectories[-1].reward}
+    else:
+        failure = f"the greedy session, whose reward is the baseline, failed: {greedy.failure}"
+    return tuple(
+        SessionResult(
+            trajectories=tuple(replace(row, **changes) for row in one.trajectories), failure=one.failure or failure
+        )
+        for one in sessions
+    )
 
 
 def _checked(given: Any, *, name: str, prompt: Prompt, index: int) -> SessionResult:

@@ -229,13 +229,13 @@ def _trajectories(episode: Any, session: Session, *, wall_s: float) -> list[Traj
 def _trajectory(
     trace: Any,
     input_ids: IntArray,
-    columns: tuple[BoolArray, FloatArray, IntArray],
+    columns: tuple[BoolArray, FloatArray, IntArray, IntArray | None],
     session: Session,
     spans: Sequence[SampledSpan],
     *,
     output_index: int,
 ) -> Trajectory:
-    mask, logprobs, versions = columns
+    mask, logprobs, versions, nucleus_ids = columns
     components = {name: part.value for name, part in trace.rewards.items() if part is not None}
     told = (span.routed_experts for span in spans if _begins_with(input_ids, span))
     extras: dict[str, Json] = {"ended_by": trace.stop_condition or "done", "num_turns": trace.num_turns}
@@ -249,6 +249,7 @@ def _trajectory(
         policy_versions=versions,
         finish_reason="length" if trace.is_truncated else "stop",
         routed_experts=join_experts(told, len(input_ids)),
+        nucleus_ids=nucleus_ids,
         reward=float(trace.reward),
         reward_components={**components, **{k: v for k, v in trace.metrics.items() if v is not None}},
         extras=extras,
@@ -257,8 +258,8 @@ def _trajectory(
 
 def columns_of(
     input_ids: IntArray, sampled: BoolArray, spans: Sequence[SampledSpan], *, trained: set[int]
-) -> tuple[BoolArray, FloatArray, IntArray]:
-    """Return the engine's logprob and version for each sampled token of a sequence.
+) -> tuple[BoolArray, FloatArray, IntArray, IntArray | None]:
+    """Return the engine's logprob, version and nucleus for each sampled token of a sequence.
 
     A token marked as sampled that no span sampled after the same tokens stays in the mask without a version. The audit
     then fails its session.
@@ -270,11 +271,12 @@ def columns_of(
         trained: Indices of spans that an earlier sequence trains, which this one masks. Newly trained spans are added.
 
     Returns:
-        [T] loss_mask, rollout_logprobs and policy_versions.
+        [T] loss_mask, rollout_logprobs and policy_versions; [T, K] nucleus_ids, None if no span has them.
     """
     mask = sampled.copy()
     logprobs = np.zeros(len(input_ids), dtype=np.float32)
     versions = np.full(len(input_ids), NO_VERSION, dtype=np.int32)
+    nucleus_ids: IntArray | None = None
     for index, span in enumerate(spans):
         start = len(span.input_ids)
         stop = start + len(span.token_ids)
@@ -286,7 +288,11 @@ def columns_of(
         trained.add(index)
         logprobs[start:stop] = np.where(mask[start:stop], span.logprobs, 0)
         versions[start:stop] = np.where(mask[start:stop], span.policy_versions, NO_VERSION)
-    return mask, logprobs, versions
+        if span.nucleus_ids is not None:
+            if nucleus_ids is None:
+                nucleus_ids = np.full((len(input_ids), span.nucleus_ids.shape[1]), -1, np.int32)
+            nucleus_ids[start:stop] = np.where(mask[start:stop, None], span.nucleus_ids, -1)
+    return mask, logprobs, versions, nucleus_ids
 
 
 def _begins_with(input_ids: IntArray, span: SampledSpan) -> bool:

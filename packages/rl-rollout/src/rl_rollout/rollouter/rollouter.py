@@ -43,6 +43,7 @@ class RollouterOptions:
         group_size: Sessions per prompt.
         sampling: Sampling parameters.
         seed: Seed of the run.
+        with_baseline: Run a greedy session per prompt too; see `Rollout.run`.
         deadline_s: Maximum seconds per group, and for engines to finish running requests before new weights.
         max_failures: Maximum number of consecutive groups whose sessions all fail, before the rollouter stops.
     """
@@ -50,6 +51,7 @@ class RollouterOptions:
     group_size: int
     sampling: SamplingParams
     seed: int | None = None
+    with_baseline: bool = False
     deadline_s: float = 3600.0
     max_failures: int = 16
 
@@ -105,6 +107,8 @@ class Rollouter:
     started, before any other call.
 
     Attributes:
+        queue: Receives the generated groups.
+        put: Puts trajectories into the queue; see `settle`.
         engine: The engine; None before the start.
         rollout: The agent loop on the engine, with its rewards; None before the start.
         stored: Replays and stores groups. None generates all.
@@ -118,11 +122,11 @@ class Rollouter:
         Args:
             queue: Receives the generated groups.
             options: The rollouter's options.
-            put: See `settle`.
+            put: See `put`.
         """
-        self._queue = queue
+        self.queue = queue
         self._options = options
-        self._put = put
+        self.put = put
         self.engine: ReplicatedEngine | None = None
         self.rollout: Rollout | None = None
         self.stored: GroupwiseCache | None = None
@@ -315,6 +319,7 @@ class Rollouter:
             num_sessions=self._options.group_size,
             sampling=self._options.sampling,
             seed=self._options.seed,
+            with_baseline=self._options.with_baseline,
         )
         if stored is None:
             await run(
@@ -346,7 +351,7 @@ class Rollouter:
         if self.stored is not None:
             await self.stored.settled(dispatch.place, group, is_refused=bool(refused), is_replayed=is_replayed)
         missing = frozenset(dispatch.sessions)
-        await asyncio.to_thread(settle, self._queue, [group], put=self._put, only=missing, refused=refused)
+        await asyncio.to_thread(settle, self.queue, [group], put=self.put, only=missing, refused=refused)
         self._window.add(group, took_s=took_s, is_refused=reason is not None)
         event = await self._event_of(group, reason, missing)
         oldest = None if is_replayed else event.oldest  # the schedule takes a replayed group as new
@@ -358,7 +363,7 @@ class Rollouter:
     async def _event_of(self, group: GroupResult, refused: str | None, missing: frozenset[int]) -> GroupEvent:
         """Return a group's outcome. If only some sessions were missing, the queue has the others."""
         if len(missing) < len(group.sessions):
-            for entry in await asyncio.to_thread(self._queue.ledger):
+            for entry in await asyncio.to_thread(self.queue.ledger):
                 if entry.prompt_uid == group.prompt.uid and (event := queued_event(entry)) is not None:
                     return event
         return generated_event(group, refused=refused)

@@ -6,6 +6,7 @@ its position there.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import sha256
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data import ExpertArray, ImageSpan, Json, Prompt, Timings, Trajectory, offsets_of
+from rl_core.data import ImageSpan, Json, Prompt, Timings, Trajectory, offsets_of
 from rl_core.errors import BrokenEntryError, CacheError
 from rl_core.files import count_values, load_json, preview
 from rl_core.images import ImageStore
@@ -34,12 +35,16 @@ TOKEN_DTYPES = {
 OTHER_DTYPES = {"offsets": "int64", "prompt_ids": "int32", "prompt_offsets": "int64", "records": "uint8"}
 EXPERT_DTYPES = {"routed_experts": "int16", "expert_shapes": "int32"}
 """`expert_shapes` has layers and top_k of each trajectory, 0 for one without experts; an entry without any has none."""
+NUCLEUS_DTYPES = {"nucleus_ids": "int32", "nucleus_widths": "int32"}
+"""`nucleus_widths` has K of each trajectory, 0 for one without nuclei; an entry without any has none."""
+INDICES = (("routed_experts", "expert_shapes", 2), ("nucleus_ids", "nucleus_widths", 1))
+"""Names of columns with several values per token and of their shapes, and the number of axes of a token's values."""
 IMAGE_DTYPES = {"images": "uint8", "image_offsets": "int64"}
 """Encoded images of the prompts and trajectories, each once; an entry without any has none."""
-DTYPES = {**TOKEN_DTYPES, **OTHER_DTYPES, **EXPERT_DTYPES, **IMAGE_DTYPES}
+DTYPES = {**TOKEN_DTYPES, **OTHER_DTYPES, **EXPERT_DTYPES, **NUCLEUS_DTYPES, **IMAGE_DTYPES}
 """dtype of every array that an entry may have."""
 PLACE = ("prompt_uid", "session_index", "output_index")
-NOT_IN_RECORDS = ("error", "rescored", "reward_wait_s", *PLACE, *TOKEN_DTYPES, "routed_experts")
+NOT_IN_RECORDS = ("error", "rescored", "reward_wait_s", *PLACE, *TOKEN_DTYPES, "routed_experts", "nucleus_ids")
 RECORD_FIELDS: dict[type, list[str]] = {
     kind: [field.name for field in fields(kind) if field.name not in NOT_IN_RECORDS]
     for kind in (GroupResult, Prompt, SessionResult, Trajectory, Timings, ImageSpan)
@@ -109,12 +114,13 @@ def iter_arrays(
     trajectories, prompts = _trajectories(groups), [group.prompt for group in groups]
     for name, dtype in TOKEN_DTYPES.items():
         yield name, _joined(trajectories, name, dtype)
-    if any(row.routed_experts is not None for row in trajectories):
-        experts = [
-            np.zeros((0, 0, 0), np.int16) if row.routed_experts is None else row.routed_experts for row in trajectories
-        ]
-        yield "routed_experts", np.concatenate([one.reshape(-1) for one in experts])
-        yield "expert_shapes", np.array([one.shape[1:] for one in experts], np.int32).reshape(-1)
+    for name, shapes, num_axes in INDICES:
+        given = [getattr(row, name) for row in trajectories]
+        if any(one is not None for one in given):
+            empty = np.zeros((0,) * (1 + num_axes), DTYPES[name])
+            indices = [empty if one is None else one for one in given]
+            yield name, np.concatenate([one.reshape(-1) for one in indices])
+            yield shapes, np.array([one.shape[1:] for one in indices], np.int32).reshape(-1)
     yield "records", np.frombuffer(_encode_records(groups), dtype=np.uint8)
     yield "offsets", offsets_of([len(trajectory.input_ids) for trajectory in trajectories])
     yield "prompt_ids", _joined(prompts, "input_ids", "int32")
@@ -138,7 +144,7 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
         BrokenEntryError: The arrays are inconsistent.
     """
     required = TOKEN_DTYPES.keys() | OTHER_DTYPES.keys()
-    optional = [kind.keys() for kind in (EXPERT_DTYPES, IMAGE_DTYPES) if kind.keys() & arrays.keys()]
+    optional = [kind.keys() for kind in (EXPERT_DTYPES, NUCLEUS_DTYPES, IMAGE_DTYPES) if kind.keys() & arrays.keys()]
     if arrays.keys() != required.union(*optional):
         raise BrokenEntryError(path, f"it has the arrays {sorted(arrays)}; expected {sorted(required)}")
     for name in TOKEN_DTYPES:
@@ -147,8 +153,10 @@ def decode_groups(arrays: Arrays, *, path: str) -> list[GroupResult]:
         raise BrokenEntryError(f"{path}/loss_mask", "its values must be 0 or 1")
     rows = _split(arrays, "input_ids", "offsets", tuple(TOKEN_DTYPES), path=path)
     prompts = _split(arrays, "prompt_ids", "prompt_offsets", ("prompt_ids",), path=path)
-    for row, experts in zip(rows, _split_experts(arrays, np.diff(arrays["offsets"]), path=path), strict=True):
-        row["routed_experts"] = experts
+    for name, shapes, num_axes in INDICES:
+        found = _split_indices(arrays, np.diff(arrays["offsets"]), name, shapes, num_axes, path=path)
+        for row, indices in zip(rows, found, strict=True):
+            row[name] = indices
     try:
         if len(arrays["records"]) > MAX_RECORDS_BYTES:
             raise ValueError(f"it has {len(arrays['records'])} bytes; expected at most {MAX_RECORDS_BYTES}")
@@ -212,20 +220,20 @@ def _split(arrays: Arrays, values: str, offsets: str, names: Sequence[str], *, p
     return [{name: arrays[name][start:stop] for name in names} for start, stop in places]
 
 
-def _split_experts(arrays: Arrays, lengths: NDArray[np.int64], *, path: str) -> list[ExpertArray | None]:
-    """Return the [T, layers, top_k] experts of each trajectory; None for one without experts."""
-    if "routed_experts" not in arrays:
+def _split_indices(
+    arrays: Arrays, lengths: NDArray[np.int64], name: str, shapes_name: str, num_axes: int, *, path: str
+) -> list[NDArray[Any] | None]:
+    """Return the [T, ...] indices of each trajectory; None for one without; see `INDICES`."""
+    if name not in arrays:
         return [None] * len(lengths)
-    values, shapes = arrays["routed_experts"], arrays["expert_shapes"].astype(np.int64)
-    _check_length(shapes, 2 * len(lengths), path=f"{path}/expert_shapes")
-    sizes = [
-        size * layers * top_k
-        for size, layers, top_k in zip(lengths.tolist(), *shapes.reshape(-1, 2).T.tolist(), strict=True)
-    ]
+    values, shapes = arrays[name], arrays[shapes_name].astype(np.int64)
+    _check_length(shapes, num_axes * len(lengths), path=f"{path}/{shapes_name}")
+    shapes = shapes.reshape(-1, num_axes)
+    sizes = [math.prod(map(int, (length, *shape))) for length, shape in zip(lengths, shapes, strict=True)]
     if shapes.min(initial=0) < 0:
-        raise BrokenEntryError(f"{path}/expert_shapes", "a shape must not be negative")
-    _check_length(values, sum(sizes), path=f"{path}/routed_experts")
-    pairs = zip(np.cumsum([0, *sizes]).tolist(), sizes, lengths, shapes.reshape(-1, 2), strict=False)
+        raise BrokenEntryError(f"{path}/{shapes_name}", "a shape must not be negative")
+    _check_length(values, sum(sizes), path=f"{path}/{name}")
+    pairs = zip(np.cumsum([0, *sizes]).tolist(), sizes, lengths, shapes, strict=False)
     return [
         values[start : start + size].reshape(length, *shape) if shape.any() else None
         for start, size, length, shape in pairs

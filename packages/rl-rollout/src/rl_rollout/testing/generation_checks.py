@@ -93,12 +93,18 @@ class GenerationChecks:
     def test_logprobs_are_of_the_distribution_drawn_from(self, engine: RolloutEngine, model_dir: Path) -> None:
         cases: list[dict[str, Any]] = [{"temperature": 0.5}, {"temperature": 1.5, "top_k": 3}, {"top_p": 0.6}]
         for sampling in cases:
-            for sample in generate(engine, num_samples=4, seed=3, **sampling):
+            for sample in generate(engine, num_samples=4, seed=3, max_nucleus=engine.traits.vocab_size, **sampling):
                 rows = reference_logprobs(model_dir, joined(PROMPT, sample))[len(PROMPT) - 1 : -1]
-                expected = [
-                    processed(row, token, **sampling) for row, token in zip(rows, sample.token_ids, strict=True)
-                ]
+                nuclei = [processed(row, **sampling) for row in rows]
+                expected = [nucleus[token] for nucleus, token in zip(nuclei, sample.token_ids.tolist(), strict=True)]
                 np.testing.assert_allclose(sample.logprobs, expected, atol=TOLERANCE)
+                assert sample.nucleus_ids is not None
+                assert [set(ids[ids >= 0].tolist()) for ids in sample.nucleus_ids] == [
+                    nucleus.keys() for nucleus in nuclei
+                ]
+        assert generate(engine)[0].nucleus_ids is None
+        with refuses("kept more than max_nucleus = 2"):
+            generate(engine, max_nucleus=2)
 
     def test_scores_are_the_reference_models(self, engine: RolloutEngine, model_dir: Path) -> None:
         ids = np.random.default_rng(0).integers(0, engine.traits.vocab_size, size=engine.traits.max_model_len)

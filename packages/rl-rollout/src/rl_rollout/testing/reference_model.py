@@ -70,9 +70,9 @@ def canary_of(model_dir: Path, tensors: Mapping[str, torch.Tensor], sequence: In
 
 
 def processed(
-    row: FloatArray, token: int, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
-) -> float:
-    """Return the logprob of a token after temperature, then top_k, then top_p, from [V] logprobs."""
+    row: FloatArray, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+) -> dict[int, float]:
+    """Return the logprob of each token left by temperature, then top_k, then top_p, from [V] logprobs."""
     scaled = np.exp(row / temperature)
     probabilities = scaled / scaled.sum()
     order: Sequence[int] = np.argsort(-probabilities).tolist()
@@ -84,8 +84,8 @@ def processed(
             break
         nucleus.append(index)
         before += float(probabilities[index] / total)
-    assert token in nucleus, f"token {token} was drawn outside of top_k = {top_k}, top_p = {top_p}"
-    return float(np.log(probabilities[token] / probabilities[nucleus].sum()))
+    logprobs = np.log(probabilities[nucleus] / probabilities[nucleus].sum())
+    return dict(zip(nucleus, logprobs.tolist(), strict=True))
 
 
 @converts_arguments

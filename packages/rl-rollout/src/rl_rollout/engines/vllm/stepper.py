@@ -381,13 +381,17 @@ class VLLMStepper:
             seed=None if self._is_cpu else seed,
             extra_args={"seed": seed} if self._is_cpu else None,
             stop_token_ids=[*self._end_token_ids, *sampling.stop_token_ids],
-            logprobs=0 if sampling.temperature else None,
+            logprobs=self._num_logprobs(sample) if sampling.temperature else None,
             detokenize=False,
             skip_clone=True,
         )
         if sampling.structure is not None:
             constrain(params, sampling.structure)
         return params
+
+    def _num_logprobs(self, sample: Sample) -> int:
+        """Return the number of logprobs to request beside the token's: one more than it may keep, to notice others."""
+        return min(sample.max_nucleus + 1, self._traits.vocab_size) if sample.max_nucleus else 0
 
     def _take(self, output: EngineCoreOutput) -> Sample | None:
         """Add new tokens to their sample. Return the sample when it is finished."""
@@ -403,10 +407,15 @@ class VLLMStepper:
             sample.policy_versions.extend([version] * len(output.new_token_ids))
             if output.new_logprobs is not None:
                 sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+                first = slice(1, 1 + self._num_logprobs(sample))  # other samples' requests may add columns
+                if sample.max_nucleus:
+                    kept = zip(output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs, strict=True)
+                    for ids, values in kept:
+                        sample.add_nucleus(ids[first], values[first])
         if output.finish_reason is None:
             return None
         self._drop(output.request_id)
-        sample.failure = failure_of(core_request)
+        sample.failure = failure_of(core_request) or sample.failure
         if output.finish_reason not in FINISH_REASONS and sample.failure is None:
             raise RuntimeError(f"vLLM ended a request with {output.finish_reason!s}: {output.stop_reason}")
         sample.finish_reason = FINISH_REASONS.get(output.finish_reason, "abort")
