@@ -112,3 +112,8 @@ def test_p_values_of_several_sets_are_adjusted_as_holm_does():
     assert {name: one.p_holm for name, one in found.items()} == adjusted
     equal = paired_differences({"a": first["a"], "b": first["b"]}, {"a": first["a"], "b": second["b"]})
     assert (equal["a"].p_holm, equal["b"].p_holm) == (1.0, 2 / 32)
+
+
+def test_an_adjusted_p_value_is_never_below_one_of_a_smaller_p_value():
+    first, second = ({name: responses([[score]] * 8) for name in "ab"} for score in (0.0, 1.0))
+    assert [one.p_holm for one in paired_differences(first, second).values()] == [2 / 128, 2 / 128]

@@ -247,7 +247,7 @@ def test_impossible_options_are_refused():
 
 
 def test_names():
-    assert RewardScorer(resolve_reward("exact_match")).name == "exact_match"
+    assert RewardScorer(resolve_reward("exact_match")).name == "ExactMatch"
     assert RewardScorer(length).name.endswith("length")
 
 
