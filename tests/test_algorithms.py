@@ -30,6 +30,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "algorithm__kl_target": 0.01,
     },
     **{f"advantage-{name}": {"algorithm__advantage": name} for name in ("rloo", "opo", "gpg", "grpo_passk")},
+    "remax": {"algorithm__advantage": "remax", "dynamic_sampling__filter": "reward_spread"},
+    "lite-ppo": {"algorithm__advantage": "lite_ppo", "algorithm__aggregation": "token-sum"},
+    "maxrl-and-dro": {"algorithm__advantage": "maxrl", "algorithm__policy_loss": "dro", "trainer__minibatches": 2},
+    "otb": {**RECOMPUTED, "algorithm__advantage": "optimal_token_baseline", "correction__weights": "token"},
+    "truncated": {"rollout__mask_truncated": True, "algorithm__advantage": "rloo"},
     "advantage-baseline": {"algorithm__advantage": "reinforce_plus_plus_baseline", "algorithm__session_rule": "each"},
     **{
         f"loss-{name}": {"algorithm__policy_loss": name, "trainer__minibatches": 2}
@@ -42,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "banded": {**RECOMPUTED, "correction__weights": "token", "correction__floor": 0.5},
     "rejection": {**RECOMPUTED, "correction__reject": "{token_k1 = 2.0, seq_mean_k3 = 0.1}"},
     "minibatches": {"trainer__minibatches": 2},
-    "no-dual-clip": {"algorithm__policy_loss_options": "{dual_clip = inf}"},
+    "no-dual-clip": {"algorithm__dual_clip": math.inf},
     "ppo": {"algorithm__advantage": "gae", "trainer__minibatches": 2, "trainer__epochs": 2},
     "offload": {"trainer__offload_learner": True, "algorithm__advantage": "gae", "algorithm__kl_coefficient": 0.1},
     "refill": {"dynamic_sampling__filter": "reward_spread", "dynamic_sampling__max_rounds": 2},
@@ -108,6 +113,10 @@ def test_two_steps(name: str, run: TinyRun) -> None:
         assert first["rollout/made_up_groups"] <= first["rollout/refused_groups"]
         if not first["rollout/made_up_groups"]:
             assert first["rollout/groups_without_spread_ratio"] == 0
+    if "rollout__mask_truncated" in settings:
+        assert first["response/masked_ratio"] == first["response_length/clip_ratio"] > 0
+    if settings.get("algorithm__advantage") == "remax":
+        assert 0 <= first["rollout/greedy_reward"] <= 1
     if settings.get("correction__weights"):
         assert first["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
     if settings.get("correction__reject"):
@@ -159,7 +168,7 @@ def test_components_of_the_rewards_parts_reach_gdpo_and_acc_stays_the_main_metri
         reward__function="",
         reward__parts=f"[{{function='{reward}:reward', name='task'}}, {{function='{reward}:penalty'}}]",
         algorithm__advantage="gdpo",
-        algorithm__advantage_options="{weights = {acc = 1.0, 'task/length' = 2.0}}",
+        algorithm__weights="{acc = 1.0, 'task/length' = 2.0}",
     )
     assert first["critic/advantages/max"] > 0 > first["critic/advantages/min"]
     assert first["reward/task/length/mean"] > 0 > first["reward/penalty/mean"]
@@ -171,9 +180,7 @@ def test_components_of_the_rewards_parts_reach_gdpo_and_acc_stays_the_main_metri
 
 
 def test_a_component_that_the_reward_does_not_give_is_named(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
-    status = train_here(
-        run, algorithm__advantage="gdpo", algorithm__advantage_options="{weights = {style = 1.0}}", trainer__steps=1
-    )
+    status = train_here(run, algorithm__advantage="gdpo", algorithm__weights="{style = 1.0}", trainer__steps=1)
     assert status == 2
     assert "names the component 'style', but the reward function returned" in capsys.readouterr().err
 

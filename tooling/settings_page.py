@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rl_async_trainer.settings import AsyncSettings
+from rl_trainer_parts.settings.algorithm_choice import option_fields
 from rl_trainer_parts.settings.fields import (
     SettingField,
     changeable_on_resume,
@@ -42,7 +43,7 @@ def section_lines(section: str) -> Iterator[str]:
     alone = "" if section in Settings.model_fields else " Only in the asynchronous trainer."
     yield from ("", f"## {section}", "", f"{escaped(meaning)}{alone}", "")
     yield from ("| setting | meaning |", "|---|---|")
-    for name, setting in setting_fields(AsyncSettings).items():
+    for name, setting in {**setting_fields(AsyncSettings), **option_fields()}.items():
         if name.startswith(f"{section}."):
             yield row(setting)
             yield from map(row, setting.entry_fields().values())

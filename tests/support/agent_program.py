@@ -42,6 +42,7 @@ def run_agent(
     prompt: str = "1+2?",
     num_sessions: int = 1,
     reward: Any = None,
+    with_baseline: bool = False,
     **options: Any,
 ) -> tuple[Any, list[Any]]:
     """Run an agent on one prompt; return its sessions and the inputs of the reward function."""
@@ -56,7 +57,8 @@ def run_agent(
         return 1.0 if reward is None else reward(one)
 
     loop = resolve_loop("agent", {"command": command, "time_limit_s": 60, **options})
-    (group,) = run_loop(loop, speaker, [chat_prompt(tokenizer, prompt)], num_sessions=num_sessions, reward=judge)
+    prompts, options = [chat_prompt(tokenizer, prompt)], {"reward": judge, "with_baseline": with_baseline}
+    (group,) = run_loop(loop, speaker, prompts, num_sessions=num_sessions, **options)
     return group.sessions, given
 
 

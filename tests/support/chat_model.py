@@ -102,6 +102,7 @@ def run_loop(
     """Run every group through a Rollout that audits all sessions."""
     reward = options.pop("reward", quick(lambda given: float(len(given.response_text))))
     sampling = options.pop("sampling", SamplingParams(max_tokens=2000))
+    with_baseline = options.pop("with_baseline", False)
     tokenizer = speaker.tokenizer
     rollout = Rollout(
         speaker.engine, loop, scorer=RewardScorer(reward), decode=tokenizer.decode, tokenizer=tokenizer, **options
@@ -109,7 +110,9 @@ def run_loop(
 
     async def everything() -> list[Any]:
         await speaker.engine.start()
-        return await rollout.run(prompts, num_sessions=num_sessions, sampling=sampling, seed=5)
+        return await rollout.run(
+            prompts, num_sessions=num_sessions, sampling=sampling, seed=5, with_baseline=with_baseline
+        )
 
     try:
         return asyncio.run(everything())

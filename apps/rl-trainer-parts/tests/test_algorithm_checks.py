@@ -17,8 +17,8 @@ from rl_trainer_parts.settings.sources import build_settings
 
 RECOMPUTE = {"algorithm.old_logprobs": "recompute"}
 ADVANTAGES_THAT_NEED_MORE = {
-    "remax": "greedy response to the same prompt, which this trainer does not generate",
-    "gdpo": "needs algorithm.advantage_options = {weights = {NAME = 1.0, ...}}",
+    "optimal_token_baseline": 'so it needs algorithm.old_logprobs = "recompute"; found "rollout".',
+    "gdpo": "needs algorithm.weights = {NAME = 1.0, ...}",
 }
 
 
@@ -56,7 +56,11 @@ def test_advantages(name: str) -> None:
     ("name", "value", "hint"),
     [
         ("algorithm.policy_loss", "vanilla", "Did you mean 'ppo_clip', verl's 'vanilla'?"),
-        ("algorithm.advantage", "optimal_token_baseline", "verl's 'optimal_token_baseline' is missing here."),
+        (
+            "algorithm.advantage",
+            "tir_optimal_token_baseline",
+            "Did you mean 'optimal_token_baseline', verl's 'tir_optimal_token_baseline'?",
+        ),
         ("algorithm.kl_estimator", "low_var_kl", "Did you mean 'k3', verl's 'low_var_kl'?"),
         ("dynamic_sampling.filter", "true", "Did you mean 'reward_spread', verl's 'true'?"),
         ("rollout.engine", "sglang", "verl's 'sglang' is missing here."),
@@ -69,7 +73,7 @@ def test_values_of_verl_lead_to_ours(name: str, value: str, hint: str) -> None:
 
 
 def test_gdpo_with_named_components() -> None:
-    changes = {"algorithm.advantage": "gdpo", "algorithm.advantage_options": {"weights": {"style": 1.0, "acc": 2.0}}}
+    changes = {"algorithm.advantage": "gdpo", "algorithm.weights": {"style": 1.0, "acc": 2.0}}
     assert problems(changes) == []
     assert gdpo_components(settings_with(changes)) == ["acc", "style"]
     assert gdpo_components(settings_with({})) == []
@@ -91,8 +95,11 @@ def test_rejection_criteria(name: str) -> None:
     "changes",
     [
         {"algorithm.advantage": "reinforce_plus_plus", "rollout.group_size": 1},
-        {"algorithm.advantage_options": {"eps": 1e-4}},
-        {"algorithm.policy_loss_options": {"dual_clip": float("inf")}, "algorithm.clip_high": 0.28},
+        {"algorithm.eps": 1e-4},
+        {"algorithm.advantage": "remax", "rollout.group_size": 1, "dynamic_sampling.filter": "reward_spread"},
+        {**RECOMPUTE, "algorithm.advantage": "optimal_token_baseline", "correction.weights": "token"},
+        {"algorithm.advantage": "maxrl", "algorithm.policy_loss": "dro", "algorithm.aggregation": "token-sum"},
+        {"algorithm.dual_clip": float("inf"), "algorithm.clip_high": 0.28},
         {"algorithm.kl_coefficient": 0.1, "algorithm.kl_in": "reward", "algorithm.kl_estimator": "k1"},
         {"algorithm.kl_coefficient": 0.1, "algorithm.kl_estimator": "k3+", "algorithm.kl_target": 0.01},
         {**RECOMPUTE, "correction.weights": "token", "correction.floor": 0.5},
@@ -112,23 +119,36 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
             "least 2; found 1.",
         ),
         (
-            {"algorithm.advantage_options": {"gamma": 0.9}},
-            "algorithm.advantage_options: unknown option of advantage 'grpo': 'gamma'. Known: eps.",
+            {
+                "algorithm.advantage": "remax",
+                "rollout_cache.enabled": True,
+                "rollout_cache.directory": "cache",
+                "rollout_cache.rewards": "again",
+            },
+            'rollout_cache.rewards = "again" cannot score the greedy sessions of algorithm.advantage = "remax" again: '
+            'of these, only the reward is stored. Set rollout_cache.rewards = "stored".',
         ),
         (
-            {"algorithm.advantage": "reinforce_plus_plus", "algorithm.advantage_options": {"gamma": 2}},
-            "algorithm.advantage_options: gamma of advantage 'reinforce_plus_plus' must be a number of at least 0 and "
-            "at most 1; found 2 (int).",
+            {"algorithm.gamma": 0.9},
+            "algorithm.gamma is an option of advantage gae, advantage reinforce_plus_plus, which this run does not "
+            "use. Choose it, or leave it out.",
         ),
         (
-            {"algorithm.advantage_options": {"eps": "small"}},
-            "algorithm.advantage_options: eps of advantage 'grpo' must be a finite number of at least 0; found "
-            "'small' (str).",
+            {"algorithm.advantage": "reinforce_plus_plus", "algorithm.gamma": 2},
+            "algorithm.gamma must be at most 1; found 2.",
+        ),
+        ({"algorithm.eps": "small"}, "algorithm.eps: must be number; found 'small'. "),
+        ({"algorithm.dual_clip": 1.0}, "algorithm.dual_clip must be above 1; found 1."),
+        (
+            {"algorithm.policy_loss_options": {"dual_clip": 2.0}},
+            "algorithm.policy_loss_options is gone: each option is a setting of [algorithm], such as algorithm.gamma. "
+            "Write these.",
         ),
         (
-            {"algorithm.policy_loss_options": {"dual_clip": 1.0}},
-            "algorithm.policy_loss = 'ppo_clip': dual_clip of policy loss 'ppo_clip' must be a number above "
-            "1; found 1.0 (float).",
+            {"algorithm.name": "grop"},
+            "algorithm.name = 'grop' is not known; known: cispo, clip_cov, dapo, dppo, dr_grpo, dro, gdpo, gmpo, gpg, "
+            "grpo, grpo_passk, gspo, kl_cov, lite_ppo, maxrl, opo, otb, ppo, reinforce_plus_plus, "
+            "reinforce_plus_plus_baseline, remax, rloo, sapo. Did you mean 'grpo'?",
         ),
         (
             {"algorithm.policy_loss": "sapo", "algorithm.clip_low": 0.2},

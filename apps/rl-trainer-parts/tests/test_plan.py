@@ -155,6 +155,16 @@ def test_the_objective(policy: Path) -> None:
     assert "clip" not in describe_plan(plan_settings(policy, algorithm={"policy_loss": "gpg"}), INPUTS)
 
 
+def test_greedy_sessions_and_truncated_ones_are_said(policy: Path) -> None:
+    plain = describe_plan(plan_settings(policy), INPUTS)
+    changes = {"algorithm": {"advantage": "remax"}, "rollout": {"mask_truncated": True, "group_size": 1}}
+    text = describe_plan(plan_settings(policy, **changes), INPUTS)
+    for line in ("and a greedy session for each prompt", "token-mean, without sessions that a limit ended"):
+        assert line in text
+        assert line not in plain
+    assert "6 prompts x 1 session = 6 trajectories" in text
+
+
 @pytest.mark.parametrize("loss", ["gspo", "geo_mean"])
 def test_a_loss_of_whole_responses_averages_over_responses(policy: Path, loss: str) -> None:
     (note,) = aggregation_notes(plan_settings(policy, algorithm={"policy_loss": loss}))

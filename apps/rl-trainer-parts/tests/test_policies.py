@@ -61,14 +61,14 @@ def test_a_run_stands_for_its_newest_checkpoint(run: Path) -> None:
 def test_a_run_of_another_format_is_refused_and_its_policy_opens(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "settings.toml").write_text("")
     for path in (run, run / "checkpoints" / "step_3"):
-        with pytest.raises(SettingsError, match=r"is a run in format 1, .* reads format 3. Use version 0.1"):
+        with pytest.raises(SettingsError, match=r"is a run in format 1, .* reads format 4. Use version 0.1"):
             find_policy(path)
     monkeypatch.chdir(run / "checkpoints")
     with pytest.raises(SettingsError, match="is a run in format 1"):
         find_policy(Path("step_3"))
     exported = run / "checkpoints" / "step_12" / "policy"
     assert find_policy(exported) == exported
-    (run / "format").write_text("3\n")
+    (run / "format").write_text("4\n")
     assert find_policy(run) == exported
 
 

@@ -85,7 +85,7 @@ def test_a_resumed_run_computes_with_the_products_that_it_began_with(
         begin(settings_in(tmp_path, optimizer__products="torch"), resume=True)
 
 
-@pytest.mark.parametrize(("written", "found"), [(None, "1"), ("2\n", "2"), ("4", "4"), ("two", "two"), ("", "unknown")])
+@pytest.mark.parametrize(("written", "found"), [(None, "1"), ("3\n", "3"), ("5", "5"), ("two", "two"), ("", "unknown")])
 def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None, found: str) -> None:
     settings = settings_in(tmp_path)
     begin(settings)
@@ -94,10 +94,10 @@ def test_a_run_of_another_format_is_refused(tmp_path: Path, written: str | None,
     file = settings.run_folder / "format"
     assert file.read_text() == f"{FORMAT}\n"
     file.unlink() if written is None else file.write_text(written)
-    reader = {"1": "version 0.1", "2": "commit 226990a0"}.get(found, "the version that wrote it")
-    with pytest.raises(SettingsError, match=rf"is a run in format {found}, .* reads format 3. Use {reader}"):
+    reader = {"1": "version 0.1", "3": "commit 135fed37"}.get(found, "the version that wrote it")
+    with pytest.raises(SettingsError, match=rf"is a run in format {found}, .* reads format 4. Use {reader}"):
         require_format(settings.run_folder)
-    with pytest.raises(SettingsError, match="reads format 3"):
+    with pytest.raises(SettingsError, match="reads format 4"):
         begin(settings, resume=True)
     (tmp_path / "settings.toml").touch()  # a user's own settings beside the folder of runs, such as those of `new`
     require_format(tmp_path / "runs" / "new")
@@ -209,7 +209,7 @@ def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
     other = settings_in(
         tmp_path,
         optimizer__learning_rate=0.5,
-        algorithm__policy_loss_options={"dual_clip": math.inf},
+        algorithm__dual_clip=math.inf,
         prompts__template_options={"style": "long"},
         trainer__steps=9,
     )
@@ -218,7 +218,7 @@ def test_resuming_with_other_settings_names_them(tmp_path: Path) -> None:
     first, *differing, last = str(caught.value).splitlines()
     assert first.endswith("cannot be resumed with other settings:")
     assert differing == [
-        "  algorithm.policy_loss_options: the run has {}, now {'dual_clip': inf}",
+        "  algorithm.dual_clip: the run has 3.0, now inf",
         "  optimizer.learning_rate: the run has 1e-06, now 0.5",
         "  prompts.template_options: the run has {'style': 'short'}, now {'style': 'long'}",
     ]

@@ -11,6 +11,7 @@ from rl_async_trainer.plan import ASYNC_UNUSED
 from rl_async_trainer.settings import AsyncSettings
 from rl_core.errors import SettingsError
 from rl_trainer_parts.checks.unused import RULES
+from rl_trainer_parts.settings.algorithm_choice import options_of
 from rl_trainer_parts.settings.fields import attribute_meanings, help_text, setting_fields
 from rl_trainer_parts.settings.other_names import _document
 from rl_trainer_parts.settings.schema import Settings
@@ -80,7 +81,7 @@ def test_a_run_can_be_set_without_a_file() -> None:
         ("run.if_exists", "archive", "archive"),
         ("algorithm.clip_high", "none", None),
         ("algorithm.clip_high", "4", 4),
-        ("algorithm.policy_loss_options", "{dual_clip = inf}", {"dual_clip": math.inf}),
+        ("algorithm.dual_clip", "inf", "inf"),
         ("correction.reject", "{token_k1 = [0.5, 2]}", {"token_k1": [0.5, 2]}),
         ("prompts.test", "None", None),
         ("optimizer.betas", "[0.9, 0.99]", [0.9, 0.99]),
@@ -147,8 +148,10 @@ def test_values_of_every_kind_reach_the_settings(file: Path) -> None:
         "--optimizer.betas=[0.8, 0.9]",
         "--prompts.template_options={enable_thinking = false, style = 'short'}",
         "--algorithm.clip_low=none",
-        "--algorithm.policy_loss_options={dual_clip = inf}",
-        "--algorithm.advantage_options={gamma = 0.9, whiten = false, weights = {style = 2}}",
+        "--algorithm.advantage=gae",
+        "--algorithm.dual_clip=inf",
+        "--algorithm.gamma=0.9",
+        "--algorithm.whiten=false",
         "--correction.reject={token_k1 = [0.5, 2], seq_sum_k3 = 1}",
         "--prompts.validation=validation.jsonl",
         "--optimizer.learning_rate=1",
@@ -157,8 +160,8 @@ def test_values_of_every_kind_reach_the_settings(file: Path) -> None:
     assert settings.optimizer.betas == (0.8, 0.9)
     assert settings.prompts.template_options == {"enable_thinking": False, "style": "short"}
     assert settings.algorithm.clip_low is None
-    assert settings.algorithm.policy_loss_options == {"dual_clip": math.inf}
-    assert settings.algorithm.advantage_options == {"gamma": 0.9, "whiten": False, "weights": {"style": 2.0}}
+    assert options_of(settings.algorithm, "policy_loss") == {"dual_clip": math.inf}
+    assert options_of(settings.algorithm, "advantage") == {"gamma": 0.9, "lam": 1.0, "whiten": False}
     assert settings.correction.reject == {"token_k1": (0.5, 2.0), "seq_sum_k3": 1.0}
     assert settings.prompts.validation == Path("validation.jsonl")
     assert settings.optimizer.learning_rate == 1.0

@@ -17,7 +17,7 @@ KNOWN = list(setting_fields())
         ("trainr.steps", "'trainer.steps'"),
         ("learner.sed", "'optimizer.seed'"),
         ("num_threads", "'optimizer.num_threads' or 'vllm.num_threads'"),
-        ("name", "'run.name'"),
+        ("name", "'run.name' or 'algorithm.name'"),
         ("trainer.learning_rate", "'optimizer.learning_rate'"),
         ("lerning_rate", "'optimizer.learning_rate' or 'critic.learning_rate'"),
         ("critic.lerning_rate", "'critic.learning_rate'"),

@@ -1,5 +1,8 @@
 import math
+import random
+import statistics
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from rl_distill.objectives.advantages import (
     dr_grpo,
     gpg_advantages,
     grpo,
+    lite_ppo_advantages,
+    maxrl_advantages,
     opo_advantages,
     passk_advantages,
     rloo_advantages,
@@ -76,6 +81,41 @@ def test_passk_literal():
     assert passk_advantages(rewards, group, divide_by_std=False).tolist() == [2.0, 0, 0, 0, 0, 0, 0]
 
 
+def paper_lite_ppo(groups):
+    """Lite PPO, section 5: the group's mean and the deviation of every reward of the batch."""
+    rewards = [reward for group in groups for reward in group]
+    return [(r - statistics.fmean(group)) / statistics.stdev(rewards) for group in groups for r in group]
+
+
+def paper_maxrl(groups):
+    """MaxRL, algorithm 1: the N scores weigh r / K - 1 / N with K successes, times N; 0 without success."""
+    return [len(group) * (r / sum(group) - 1 / len(group)) if sum(group) else 0.0 for group in groups for r in group]
+
+
+@pytest.mark.parametrize(
+    ("estimate", "paper"), [(partial(lite_ppo_advantages, eps=0.0), paper_lite_ppo), (maxrl_advantages, paper_maxrl)]
+)
+def test_golden_numbers_of_the_papers(estimate, paper):
+    generator = random.Random(3)
+    groups = [[0.0, 0.0, 0.0], [1.0, 1.0]] + [
+        [float(generator.random() < rate) for _ in range(size)] for rate, size in [(0.1, 9), (0.5, 4), (0.9, 7)]
+    ]
+    rewards = torch.tensor([reward for group in groups for reward in group])
+    of_rows = torch.tensor([index for index, group in enumerate(groups) for _ in group])
+    assert estimate(rewards, of_rows).tolist() == pytest.approx(paper(groups), abs=1e-5)
+
+
+def test_lite_ppo_does_not_scale_up_a_group_that_hardly_differs():
+    # All rewards: mean 0.745, deviation sqrt((2 * 0.255^2 + 0.235^2 + 0.745^2) / 3) = 0.496756.
+    rewards = torch.tensor([1.0, 0.98, 1.0, 0.0], dtype=torch.float64)
+    found = lite_ppo_advantages(rewards, torch.tensor([0, 0, 1, 1]), eps=0.0)
+    assert found.tolist() == pytest.approx([0.0201306, -0.0201306, 1.0065308, -1.0065308], abs=1e-6)
+
+
+def test_maxrl_of_a_mean_that_is_not_above_zero_is_zero():
+    assert maxrl_advantages(torch.tensor([-1.0, 0.5]), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+
+
 def test_rewards_of_tokens_count_in_the_trajectorys():
     rows = rows_of([1.0, 0.0], [0, 0], [0, 1], lengths=[2, 1], loss_mask=[True, True, True])
     rows = replace(rows, columns={"token_rewards": torch.tensor([-0.25, -0.25, 0.0], dtype=torch.float64)})
@@ -87,6 +127,9 @@ def test_negative_eps_is_refused():
         grpo_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), eps=-1.0)
 
 
+NEWER = (lite_ppo_advantages, maxrl_advantages)
+
+
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -1e6, 0.0])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10])
 def test_group_with_equal_rewards_gets_exact_zeros(reward, size):
@@ -94,7 +137,7 @@ def test_group_with_equal_rewards_gets_exact_zeros(reward, size):
     rewards = torch.full((size,), reward, dtype=torch.float64)
     group = torch.zeros(size, dtype=torch.int64)
     assert opo_advantages(rewards, group, torch.arange(size)).tolist() == [0.0] * size
-    for estimate in (grpo_advantages, dr_grpo_advantages, rloo_advantages, gpg_advantages, passk_advantages):
+    for estimate in (grpo_advantages, dr_grpo_advantages, rloo_advantages, gpg_advantages, passk_advantages, *NEWER):
         assert estimate(rewards, group).tolist() == [0.0] * size
 
 

@@ -19,6 +19,7 @@ from rl_distill.objectives import (
     with_rejection,
     with_reward_components,
     with_token_selection,
+    without_truncated,
 )
 from rl_distill.objectives.batch_columns import correction_weight_metrics, mean_reference_kl
 from rl_distill.packing import pack_batch
@@ -214,3 +215,33 @@ def test_impossible_options_are_refused(batch, function, options, message):
     batch = batch.with_columns({"old_logprobs": batch["rollout_logprobs"]})
     with pytest.raises(SettingsError, match=message):
         function(batch, **options)
+
+
+def cut(batch, *is_truncated):
+    return batch.with_columns({"is_truncated": np.array(is_truncated)})
+
+
+def test_a_session_whose_last_trajectory_is_truncated_trains_nothing(batch):
+    # Rows: b/0/1, a/0/0, b/1/0, a/1/0, b/0/0. The last of session b/0 is the first row.
+    masked, share = without_truncated(cut(batch, True, False, False, True, False))
+    assert [row.tolist() for row in masked.ragged("loss_mask")] == [[0, 0, 0], [0, 1], [0, 1], [0, 0], [0, 0]]
+    assert share == 3 / 5
+
+
+def test_a_session_that_went_on_after_a_truncated_trajectory_trains_whole(batch):
+    masked, share = without_truncated(cut(batch, False, False, False, False, True))
+    assert masked.ragged("loss_mask").values.tolist() == batch.ragged("loss_mask").values.tolist()
+    assert share == 0.0
+
+
+def test_truncated_sessions_count_in_the_advantages_and_not_in_the_loss(batch):
+    whole = with_advantages(cut(batch, True, False, False, False, False), advantage="dr_grpo")
+    weighted = with_loss_weights(without_truncated(whole)[0], aggregation="token-mean")
+    weights = [row.tolist() for row in weighted.ragged("loss_weights")]
+    assert weights == [pytest.approx(one) for one in ([0, 0, 0], [0, 1 / 3], [0, 1 / 3], [0, 1 / 3], [0, 0])]
+    assert weighted.ragged("advantages")[2].tolist() == [0, -0.5], "compared with the truncated session's reward"
+
+
+def test_all_may_be_truncated(batch):
+    masked, share = without_truncated(cut(batch, True, True, True, True, True))
+    assert (share, masked.ragged("loss_mask").values.any()) == (1.0, False)

@@ -21,7 +21,7 @@ from rl_distill.objectives.registry import function_with_options
 def test_names():
     assert set(ADVANTAGES.names()) >= {
         *("gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-        *("remax", "opo", "gpg", "grpo_passk", "gdpo"),
+        *("remax", "opo", "gpg", "grpo_passk", "gdpo", "lite_ppo", "maxrl", "optimal_token_baseline"),
     }
     assert set(POLICY_LOSSES.names()) >= {
         *("ppo_clip", "gspo", "sapo", "gpg", "geo_mean", "cispo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"),

@@ -32,7 +32,7 @@ from rl_distill.testing import (
 STOP_GRADIENT = ("gspo", "gpg", "cispo", "dppo_tv", "dppo_kl")
 """Their gradient is the logprob's, times a detached weight. For gpg this is also the derivative."""
 
-BATCHWIDE = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+BATCHWIDE = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "lite_ppo")
 """They whiten over the batch."""
 
 

@@ -31,6 +31,22 @@ def test_gpg_literal():
     assert gradient == [-2.0, 1.0]
 
 
+def test_dro_has_the_gradient_of_the_papers_objective():
+    # DRO's objective is half the square of reward - value - tau * log ratio, and ours is that divided by tau = beta.
+    beta, policy, old, advantages = 0.3, [0.5, 0.25, 0.9], [0.1, 0.8, 0.9], [2.0, -1.0, 0.5]
+    logprobs = torch.tensor(policy, dtype=torch.float64).log().requires_grad_()
+    log_ratio = logprobs - torch.tensor(old, dtype=torch.float64).log()
+    residuals = torch.tensor(advantages, dtype=torch.float64) - beta * log_ratio
+    (0.5 / beta * residuals.square()).sum().backward()
+    dro = POLICY_LOSSES.get("dro")
+    found, gradient = losses_and_gradient(dro, policy=policy, old=old, advantages=advantages, beta=beta)
+    assert gradient == pytest.approx(logprobs.grad.tolist(), abs=1e-5)
+    # The values differ by what does not depend on the policy.
+    constants = 0.5 / beta * residuals.square().detach() - found.losses
+    expected = [a * a / (2 * beta) + a * math.log(o) for a, o in zip(advantages, old, strict=True)]
+    assert constants.tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_cispo_literal():
     # Ratios 2, 0.5, 1.1: weights 1.28, 0.8, 1.1; every token keeps its gradient.
     found, gradient = losses_and_gradient(

@@ -52,6 +52,12 @@ def example():
     return Batch.from_trajectories(examples())
 
 
+def test_greedy_rewards_count_once_a_group():
+    rows = [replace(one, reward_baseline=1.0 if one.prompt_uid == "a" else 0.5) for one in examples()[:3]]
+    assert summarize_batch(Batch.from_trajectories(rows))["rollout/greedy_reward"] == 0.75
+    assert "rollout/greedy_reward" not in summarize_batch(example())
+
+
 def test_hand_computed_batch():
     assert summarize_batch(example(), policy_version=5, max_prompt_tokens=4) == {
         "rollout/num_groups": 2.0,

@@ -298,6 +298,19 @@ def test_a_function_is_an_agent_too(tmp_path, name, reward, failure):
         assert re.search(failure, session.failure)
 
 
+def test_the_greedy_session_runs_the_same_agent_through_the_gateway(tmp_path):
+    (tmp_path / "own_agents.py").write_text(OWN_AGENTS)
+    tokenizer = make_tokenizer()
+
+    def script(request, _index):
+        return encode(tokenizer, "greedy<|im_end|>" if request.sampling.temperature == 0 else "one<|im_end|>").tolist()
+
+    options = {"function": f"{tmp_path}/own_agents.py:rewards_itself", "num_sessions": 1, "with_baseline": True}
+    (session,), _ = run_agent([], script=script, **options)
+    (row,) = session.trajectories
+    assert (session.failure, row.reward, row.reward_baseline) == (None, len("one"), len("greedy"))
+
+
 OWNER = "k" * 40
 
 

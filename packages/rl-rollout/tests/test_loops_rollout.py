@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -231,3 +232,64 @@ def test_what_it_gives_passes_the_audit():
         for trajectory in result.trajectories:
             seed = stable_seed(11, result.prompt.uid) + trajectory.session_index
             audit_trajectory(trajectory, [SampledSpan.of(result.prompt.input_ids, engine.sample(seed))])
+
+
+class GreedyEngine(SeededEngine):
+    """Samples token 7 where others draw: with greedy sampling, which fails for prompts that start with token 9."""
+
+    async def generate(self, request):
+        found = await super().generate(request)
+        if request.sampling.temperature:
+            return found
+        if request.input_ids[0] == 9:
+            raise EngineError("no greedy response")
+        return [replace(one, token_ids=np.full_like(one.token_ids, 7)) for one in found]
+
+
+def sevens(given):
+    return float(all(token == 7 for token in given.response_ids))
+
+
+def with_baseline(engine, asked, *, num_sessions):
+    parts = Rollout(engine, SingleTurnLoop(), scorer=RewardScorer(quick(sevens)), decode=join)
+    running = parts.run(asked, num_sessions=num_sessions, sampling=SAMPLING, seed=11, with_baseline=True)
+    return asyncio.run(running)
+
+
+@pytest.mark.parametrize("num_sessions", [1, 3])
+def test_a_greedy_session_gives_its_reward_to_the_group_and_nothing_else(num_sessions):
+    engine = GreedyEngine()
+    (group,) = with_baseline(engine, prompts(1), num_sessions=num_sessions)
+    assert [row.reward_baseline for row in group.trajectories] == [1.0] * num_sessions
+    assert [row.reward for row in group.trajectories] == [0.0] * num_sessions
+    drawn, greedy = sorted(engine.requests, key=lambda request: -request.sampling.temperature)
+    assert (drawn.num_samples, drawn.sampling.temperature) == (num_sessions, 1.0)
+    assert (greedy.num_samples, greedy.sampling) == (1, replace(SAMPLING, temperature=0.0, seed=None))
+    assert tokens([group]) == tokens(run(SeededEngine(), prompts(1), num_sessions=num_sessions))
+
+
+def test_sessions_without_their_baseline_fail_and_say_why():
+    failed, other = with_baseline(GreedyEngine(), prompts(9, 1), num_sessions=2)
+    reason = "the greedy session, whose reward is the baseline, failed: EngineError: no greedy response"
+    assert failed.failures == (reason, reason)
+    assert [row.reward for one in failed.sessions for row in one.trajectories] == [None, None]
+    assert failed.trajectories == ()
+    assert other.failures == ()
+
+
+def test_a_cancelled_run_leaves_no_greedy_session_behind():
+    engine = GreedyEngine()
+
+    async def cancelled():
+        engine.gate = asyncio.Event()
+        parts = rollout(engine)
+        running = asyncio.create_task(parts.run(prompts(1), num_sessions=2, sampling=SAMPLING, with_baseline=True))
+        while engine.running < 2:
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return engine.running
+
+    assert asyncio.run(cancelled()) == 0
+    assert engine.num_aborts == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,16 @@ def refilled(groups: Sequence[GroupResult], *, wanted: int, max_rounds: int) -> 
 def test_a_group_whose_rewards_differ_by_rounding_is_refused():
     assert reward_spread(group("p", 1.0, 1.0 + 1.2e-7, 1.0)) == "every session has the reward 1.0"
     assert reward_spread(group("p", 0.0, 1e-5)) is None
+
+
+def test_a_group_is_compared_with_its_greedy_baseline_too():
+    def with_baseline(one: GroupResult, baseline: float) -> GroupResult:
+        rows = (replace(session.trajectories[0], reward_baseline=baseline) for session in one.sessions)
+        return replace(one, sessions=tuple(SessionResult(trajectories=(row,)) for row in rows))
+
+    assert reward_spread(with_baseline(group("p", 1.0, 1.0), 0.0)) is None
+    assert reward_spread(with_baseline(group("p", 1.0), 0.5)) is None
+    assert reward_spread(with_baseline(group("p", 1.0, 1.0), 1.0)) == "every session has the reward 1.0"
 
 
 def uids(groups: Sequence[GroupResult]) -> list[str]:

@@ -114,6 +114,21 @@ def group_results(draw):
     )
 
 
+def test_baselines_are_stored_and_older_entries_have_none():
+    (group,) = make_groups(1)
+    with_baselines = [
+        SessionResult(trajectories=tuple(replace(row, reward_baseline=0.25) for row in one.trajectories))
+        for one in group.sessions
+    ]
+    arrays = dict(iter_arrays([replace(group, sessions=tuple(with_baselines))]))
+    (found,) = decode_groups(arrays, path="entry")
+    assert {row.reward_baseline for row in found.trajectories} == {0.25}
+    records = arrays["records"].tobytes().replace(b', "reward_baseline": 0.25', b"")
+    assert b"baseline" not in records
+    (older,) = decode_groups(arrays | {"records": np.frombuffer(records, dtype=np.uint8)}, path="entry")
+    assert {row.reward_baseline for row in older.trajectories} == {None}
+
+
 @given(st.lists(group_results(), max_size=4))
 def test_any_groups_come_back_to_the_bit(groups):
     arrays = dict(iter_arrays(groups, images=Store()))

@@ -26,6 +26,7 @@ from rl_rollout.rollouter import policy_scores, refusal, settle
 from rl_rollout.skip import EntryKey
 from rl_sync_trainer.assemble import Parts, TrainerState
 from rl_trainer_parts.learning.mixtures import replays
+from rl_trainer_parts.learning.objective import needs_greedy
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.step_metrics import (
     reward_times,
@@ -188,6 +189,7 @@ async def run_groups(parts: Parts, prompts: Sequence[Prompt], *, on_groups: OnGr
         sampling=sampling_params(parts.settings),
         seed=parts.settings.run.seed,
         on_group=None if on_groups is None else lambda group: on_groups([group]),
+        with_baseline=needs_greedy(parts.settings),
     )
 
 

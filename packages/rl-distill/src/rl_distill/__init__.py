@@ -4,6 +4,7 @@
 the learner. This module imports neither the learner nor torch, so settings can nest the options cheaply.
 """
 
+from rl_distill.algorithms import ALGORITHMS, Algorithm
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_size
 from rl_distill.architecture.memory import kept_activations, rank_memory
 from rl_distill.architecture.policy_config import (
@@ -18,7 +19,9 @@ from rl_distill.options import AdamOptions, LearnerOptions, LoraOptions, Paralle
 from rl_distill.parallel_layout import check_layout, check_learner, check_ranks, teacher_layout
 
 __all__ = [
+    "ALGORITHMS",
     "AdamOptions",
+    "Algorithm",
     "LearnerOptions",
     "LoraOptions",
     "ModelBackend",

@@ -28,11 +28,14 @@ FILTERS: Registry[Any] = Registry(
 def reward_spread(group: GroupResult) -> str | None:
     """Refuse a group whose sessions all have the same reward, because its advantages are zero (DAPO, 2025).
 
-    A session's reward is that of its last trajectory. Sessions without a finite reward are ignored.
+    A session's reward is that of its last trajectory. Sessions without a finite reward are ignored. With a greedy
+    baseline, a group is refused if this is the same too.
     """
-    rewards = [session.trajectories[-1].reward or 0.0 for session in group.sessions if _trains(session)]
-    if not rewards:
+    last = [session.trajectories[-1] for session in group.sessions if _trains(session)]
+    if not last:
         return "no session can train"
+    rewards = [row.reward or 0.0 for row in last]
+    rewards += [row.reward_baseline for row in last if row.reward_baseline is not None]
     return f"every session has the reward {rewards[0]}" if are_equal_rewards(min(rewards), max(rewards)) else None
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -14,7 +15,7 @@ from rl_core.record_fields import PositiveInt, record, settings_record
 from rl_rollout.audit import AuditOptions, RecordingEngine, audit_session, is_stray
 from rl_rollout.engines.images import EngineImages
 from rl_rollout.engines.protocol import RolloutEngine, SamplingParams
-from rl_rollout.loops.outcomes import check_sessions
+from rl_rollout.loops.outcomes import check_sessions, with_baseline_of
 from rl_rollout.loops.protocol import (
     SEED_BITS,
     AgentLoop,
@@ -171,6 +172,7 @@ class Rollout:
         sampling: SamplingParams,
         seed: int | None = None,
         on_group: OnGroup | None = None,
+        with_baseline: bool = False,
     ) -> list[GroupResult]:
         """Run num_sessions sessions of each prompt.
 
@@ -183,6 +185,8 @@ class Rollout:
             seed: The run's seed. A prompt's samples depend only on it and the prompt's uid, not on order or on other
                 prompts. None samples without seeds; greedy sampling needs none.
             on_group: Called with each result as its group ends. An awaitable result is awaited.
+            with_baseline: Run one more session per prompt, with greedy sampling, and keep only its reward, as the
+                `reward_baseline` of each trajectory. If it fails, all sessions of the group do.
 
         Returns:
             One result per prompt, in the order of `prompts`.
@@ -198,12 +202,12 @@ class Rollout:
         on_group_error: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                groups = [
-                    tasks.create_task(self._run_prompt(prompt, num_sessions, _seeded(sampling, seed, prompt), on_group))
-                    for prompt in prompts
-                ]
+                run = partial(self._run_prompt, count=num_sessions, on_group=on_group, with_baseline=with_baseline)
+                groups = [tasks.create_task(run(prompt, _seeded(sampling, seed, prompt))) for prompt in prompts]
         except BaseExceptionGroup as errors:
-            on_group_error = errors.exceptions[0]
+            on_group_error = errors
+            while isinstance(on_group_error, BaseExceptionGroup):
+                on_group_error = on_group_error.exceptions[0]
         except asyncio.CancelledError:
             await self._engine.abort(None)
             raise
@@ -247,14 +251,19 @@ class Rollout:
         )
 
     async def _run_prompt(
-        self, prompt: Prompt, num_sessions: int, sampling: SamplingParams, on_group: OnGroup | None
+        self, prompt: Prompt, sampling: SamplingParams, *, count: int, on_group: OnGroup | None, with_baseline: bool
     ) -> GroupResult:
         recording = RecordingEngine(self._engine)
         context = self._context(recording.as_engine, sampling)
-        async with self._slots or nullcontext():
-            result = self._trainable(await self._run_loop(prompt, num_sessions, context))
+        greedy = self._context(self._engine, replace(sampling, temperature=0.0, top_p=1.0, top_k=None, seed=None))
+        async with self._slots or nullcontext(), asyncio.TaskGroup() as tasks:
+            baseline = tasks.create_task(self._run_loop(prompt, 1, greedy)) if with_baseline else None
+            result = self._trainable(await self._run_loop(prompt, count, context))
             result = self._audited(result, recording)
             result = await self._scored_again(result, sampling)
+            if baseline is not None:
+                (session,) = (await baseline).sessions
+                result = replace(result, sessions=with_baseline_of(session, result.sessions))
         if result.failures:
             log.info("sessions_failed", prompt=prompt.uid, num_failed=len(result.failures), first=result.failures[0])
         if on_group is not None:

@@ -22,6 +22,7 @@ from rl_metrics.reductions import (
 )
 from rl_rollout.engines import EngineLoad, ReplicatedEngine, RolloutEngine
 from rl_rollout.rollouter import Refusals, Rollouter, RollouterOptions, RolloutWindow
+from rl_trainer_parts.learning.objective import needs_greedy
 from rl_trainer_parts.reporting.failed_sessions import FailedSessions
 from rl_trainer_parts.reporting.step_metrics import (
     make_memory_watch,
@@ -63,6 +64,7 @@ class RunRollouter(Rollouter):
             group_size=settings.rollout.group_size,
             sampling=sampling_params(settings),
             seed=settings.run.seed,
+            with_baseline=needs_greedy(settings),
             deadline_s=settings.rollout.deadline_s,
             max_failures=FAILED_STEPS * settings.rollout.prompts_per_step,
         )

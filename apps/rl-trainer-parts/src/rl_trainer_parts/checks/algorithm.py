@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from rl_core.registry import nearest_name
+from rl_distill import ALGORITHMS
 from rl_distill.objectives import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -18,7 +19,10 @@ from rl_trainer_parts.learning.objective import (
     has_policy_gradient,
     learns_from_rewards,
     make_policy_objective,
+    needs_energy,
+    needs_greedy,
 )
+from rl_trainer_parts.settings.algorithm_choice import options_of
 from rl_trainer_parts.settings.fields import problems_of
 from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import Settings
@@ -26,19 +30,19 @@ from rl_trainer_parts.settings.schema import Settings
 Named = tuple[str, str, list[str]]
 """A setting, its value, and the allowed values."""
 
-NEEDS_GREEDY = "remax"
-"""Advantage that needs a greedy response to each prompt, which the trainers do not generate."""
-
-WITHIN_GROUPS = (*("grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline"),)
+WITHIN_GROUPS = (
+    *("grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline"),
+    *("lite_ppo", "maxrl", "optimal_token_baseline"),
+)
 """Advantages that compare the sessions of a prompt."""
 
 
 def algorithm_names(settings: Settings) -> list[Named]:
     """Settings that select a component by name."""
     algorithm = settings.algorithm
-    advantages = [name for name in ADVANTAGES.names() if name != NEEDS_GREEDY or name == algorithm.advantage]
     return [
-        ("algorithm.advantage", algorithm.advantage, advantages),
+        *([("algorithm.name", algorithm.name, ALGORITHMS.names())] if algorithm.name is not None else []),
+        ("algorithm.advantage", algorithm.advantage, ADVANTAGES.names()),
         ("algorithm.session_rule", algorithm.session_rule, SESSION_RULES.names()),
         ("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES.names()),
         ("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS.names()),
@@ -69,19 +73,24 @@ def _advantage(settings: Settings) -> Iterator[str]:
             f"algorithm.advantage = {algorithm.advantage!r} compares the sessions of a prompt, so rollout.group_size "
             "must be at least 2; found 1."
         )
-    if algorithm.advantage == NEEDS_GREEDY:
+    if needs_energy(settings) and algorithm.old_logprobs != "recompute":
         yield (
-            'algorithm.advantage = "remax" compares each response with a greedy response to the same prompt, which '
-            'this trainer does not generate. Use "rloo" or "grpo", which compare the responses of a group.'
+            'algorithm.advantage = "optimal_token_baseline" weighs tokens by the learner\'s probabilities before the '
+            'update, so it needs algorithm.old_logprobs = "recompute"; found "rollout".'
+        )
+    if needs_greedy(settings) and settings.rollout_cache.enabled and settings.rollout_cache.rewards == "again":
+        yield (
+            'rollout_cache.rewards = "again" cannot score the greedy sessions of algorithm.advantage = "remax" again: '
+            'of these, only the reward is stored. Set rollout_cache.rewards = "stored".'
         )
     if algorithm.advantage == "gdpo" and not gdpo_components(settings):
         yield (
-            'algorithm.advantage = "gdpo" needs algorithm.advantage_options = {weights = {NAME = 1.0, ...}} with the '
-            f"components that the reward function returns; found {algorithm.advantage_options}."
+            'algorithm.advantage = "gdpo" needs algorithm.weights = {NAME = 1.0, ...} with the components that '
+            "the reward function returns; found none."
         )
     elif algorithm.advantage in ADVANTAGES.names():
-        options = algorithm.advantage_options
-        yield from problems_of("algorithm.advantage_options: ", try_advantage, algorithm.advantage, options)
+        options = options_of(algorithm, "advantage")
+        yield from problems_of("algorithm: ", try_advantage, algorithm.advantage, options)
 
 
 def _policy_loss(settings: Settings) -> Iterator[str]:

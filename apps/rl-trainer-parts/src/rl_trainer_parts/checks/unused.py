@@ -5,7 +5,7 @@ A file often keeps such settings while one run turns a feature off, so they caus
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +14,7 @@ from rl_trainer_parts.learning.engine_choice import engine_name
 from rl_trainer_parts.learning.mixtures import replays
 from rl_trainer_parts.learning.objective import has_policy_gradient, learns_from_rewards
 from rl_trainer_parts.learning.start_learners import needs_critic
+from rl_trainer_parts.settings.algorithm_choice import options_of
 from rl_trainer_parts.settings.fields import setting_fields
 from rl_trainer_parts.settings.schema import Settings
 
@@ -55,12 +56,12 @@ RULES = (
     unused_with("algorithm.kl_coefficient", [0], "algorithm.kl_estimator"),
     unused_with("algorithm.kl_target", [None], "algorithm.kl_horizon"),
     Unused(
-        names=("algorithm.advantage", "algorithm.advantage_options", "algorithm.session_rule"),
+        names=("algorithm.advantage", "algorithm.session_rule"),
         when=lambda s: not learns_from_rewards(s),
         because="with distillation.use_task_rewards = false",
     ),
     Unused(
-        names=tuple(f"algorithm.{name}" for name in ("policy_loss", "policy_loss_options", "clip_low", "clip_high")),
+        names=tuple(f"algorithm.{name}" for name in ("policy_loss", "clip_low", "clip_high")),
         when=lambda s: not has_policy_gradient(s),
         because='without a policy gradient: distillation.use_task_rewards = false and used_as = "loss"',
     ),
@@ -73,6 +74,11 @@ RULES = (
         names=("rollout.rescored_share",),
         when=lambda s: (s.rollout.temperature, s.rollout.top_p, s.rollout.top_k) != (1, 1, None),
         because="with a rollout.temperature, top_p or top_k that changes the distribution",
+    ),
+    Unused(
+        names=("rollout.mask_truncated",),
+        when=lambda s: s.distillation.texts is not None,
+        because="with distillation.texts, which no limit cuts",
     ),
     unused_with("rollout.offload_engine", [False], "rollout.offload_keeps_weights"),
     unused_with("optimizer.decay_steps", [None], "optimizer.decay", "optimizer.min_learning_rate"),
@@ -138,7 +144,7 @@ def unused_settings(settings: Settings, also: Iterable[Unused] = ()) -> Iterator
         for name, field in setting_fields(type(settings)).items()
         if attrgetter(name)(settings) != field.default and field.entry_kind is None
     ]
-    for rule in (*RULES, *also):
+    for rule in (*RULES, *_of_options(settings), *also):
         unused = [name for name in changed if _is_among(name, rule.names)]
         if unused and rule.when(settings):
             yield _line(unused, rule.because)
@@ -147,6 +153,15 @@ def unused_settings(settings: Settings, also: Iterable[Unused] = ()) -> Iterator
         unused = [f"{table}.{key}" for key in OF_VLLM_TEACHERS if getattr(teacher, key) != defaults[key]]
         if unused and teacher.engine != "vllm":
             yield _line(unused, f'with {table}.engine = "{teacher.engine}"')
+
+
+def _of_options(settings: Settings) -> Iterator[Unused]:
+    """Rules about the options of the advantage and of the policy loss, which have no effect without these."""
+    for rule in RULES:
+        for part in ("advantage", "policy_loss"):
+            if f"algorithm.{part}" in rule.names:
+                options = options_of(settings.algorithm, part)
+                yield replace(rule, names=tuple(f"algorithm.{name}" for name in options))
 
 
 def _is_among(name: str, patterns: Iterable[str]) -> bool:

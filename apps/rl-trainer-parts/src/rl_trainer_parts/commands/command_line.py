@@ -215,11 +215,14 @@ def read_settings(words: Sequence[str], kind: "type[SettingsT]", *, command: str
 
 def _explain(words: list[str], *, usage: str, settings: SettingsClass) -> int:
     """Explain all settings, one section, or one setting."""
-    from rl_trainer_parts.settings.fields import help_text
+    from rl_trainer_parts.settings.algorithm_choice import option_fields
+    from rl_trainer_parts.settings.fields import help_text, setting_fields
 
-    topic = words[0].lstrip("-").partition("=")[0] if words else ""
+    topic, kind = words[0].lstrip("-").partition("=")[0] if words else "", settings()
+    is_common = topic not in ("", "algorithm") and {topic} & {*kind.model_fields, *setting_fields(kind)}
+    options = option_fields() if topic and not is_common else {}  # imports torch
     with suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
-        say(help_text(usage, settings(), topic=topic))
+        say(help_text(usage, kind, topic=topic, options=options))
     return 0
 
 

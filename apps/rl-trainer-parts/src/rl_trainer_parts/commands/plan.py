@@ -9,6 +9,7 @@ from typing import Literal
 from rl_core.cluster import count_room, describe_shares, machine_shares
 from rl_core.terminal_text import counted
 from rl_distill import (
+    ALGORITHMS,
     LoraOptions,
     PolicyConfig,
     adapted_modules,
@@ -27,13 +28,15 @@ from rl_trainer_parts.learning.mixtures import (
     routes_anew,
     why_not_replayed,
 )
-from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards
+from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards, needs_greedy
 from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.machine.needs import BYTES, GIB
 from rl_trainer_parts.rollouts.engines import longest_trajectory, replica_pool
 from rl_trainer_parts.rollouts.inputs import Inputs, shows_images
 from rl_trainer_parts.rollouts.setup import proof_tolerances
+from rl_trainer_parts.settings.algorithm_choice import changes_of_paper, options_of
+from rl_trainer_parts.settings.fields import written
 from rl_trainer_parts.settings.schema import Settings, TrainerSettings
 
 EXPERT_BYTES, ID_BYTES = 2, 4
@@ -197,6 +200,10 @@ def _objective(settings: Settings) -> Iterator[str]:
     """Lines about advantage, policy loss, clip range, aggregation, KL and correction."""
     algorithm, correction = settings.algorithm, settings.correction
     yield "Objective"
+    if algorithm.name is not None:
+        yield f"  algorithm  {ALGORITHMS.get(algorithm.name).title}, {ALGORITHMS.get(algorithm.name).source}"
+        for name, (value, of_paper) in changes_of_paper(algorithm).items():
+            yield f"{INDENT}with {name} = {value}; the paper's is {of_paper}"
     if has_policy_gradient(settings):
         source = f"advantage {algorithm.advantage}" if learns_from_rewards(settings) else "advantages from the teachers"
         low, high = ("none" if bound is None else f"{bound:g}" for bound in clip_range(settings))
@@ -204,7 +211,11 @@ def _objective(settings: Settings) -> Iterator[str]:
         yield f"  policy     {source}; loss {algorithm.policy_loss}{clip}"
         scored = "engine" if algorithm.old_logprobs == "rollout" else "learner before the update"
         yield f"{INDENT}against the logprobs of the {scored}"
-    yield f"  average    {algorithm.aggregation}"
+        options = {**options_of(algorithm, "advantage"), **options_of(algorithm, "policy_loss")}
+        if options:
+            yield f"{INDENT}options {', '.join(f'{name} = {written(value)}' for name, value in options.items())}"
+    without = ", without sessions that a limit ended" if settings.rollout.mask_truncated else ""
+    yield f"  average    {algorithm.aggregation}{without}"
     if algorithm.kl_coefficient:
         target = "" if algorithm.kl_target is None else f", adapted to {algorithm.kl_target:g} nats a token"
         kind = f"{algorithm.kl_estimator} in the {algorithm.kl_in}"
@@ -228,6 +239,8 @@ def _arithmetic(settings: Settings, inputs: Inputs) -> Iterator[str]:
     yield "Batches"
     prompts, sessions = counted(rollout.prompts_per_step, "prompt"), counted(rollout.group_size, "session")
     yield f"  a step     {prompts} x {sessions} = {counted(samples, 'trajectory', 'trajectories')}"
+    if needs_greedy(settings):
+        yield f"{INDENT}and a greedy session for each prompt, whose reward is the baseline; it does not train"
     if settings.dynamic_sampling.filter:
         sampling = settings.dynamic_sampling
         rounds = counted(sampling.max_rounds, "round")

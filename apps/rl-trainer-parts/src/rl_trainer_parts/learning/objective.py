@@ -4,6 +4,7 @@ from dataclasses import fields
 from inspect import signature
 from typing import Any
 
+from rl_distill import ALGORITHMS
 from rl_distill.objectives import (
     POLICY_LOSSES,
     AdaptiveKL,
@@ -16,6 +17,7 @@ from rl_distill.objectives import (
     bound_policy_loss,
     policy_objective,
 )
+from rl_trainer_parts.settings.algorithm_choice import options_of
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -29,10 +31,21 @@ def learns_from_rewards(settings: Settings) -> bool:
     return not settings.distillation.is_on or settings.distillation.use_task_rewards
 
 
+def needs_greedy(settings: Settings) -> bool:
+    """True when every prompt has one more, greedy session, whose reward is the baseline of its group (ReMax)."""
+    return learns_from_rewards(settings) and settings.algorithm.advantage == "remax"
+
+
+def needs_energy(settings: Settings) -> bool:
+    """True when the advantage reads `sum_pi_squared`, which the learner computes before its update (OTB)."""
+    return learns_from_rewards(settings) and settings.algorithm.advantage == "optimal_token_baseline"
+
+
 def method_title(settings: Settings) -> str:
     """Name of the method, such as "GRPO"."""
     if learns_from_rewards(settings):
-        return settings.algorithm.advantage.upper()
+        name = settings.algorithm.name
+        return ALGORITHMS.get(name).title if name else settings.algorithm.advantage.upper()
     return "Distillation" if has_teachers(settings) else "Imitation of texts"
 
 
@@ -79,7 +92,7 @@ def make_policy_objective(settings: Settings, kl_coefficient: float | None = Non
             policy_loss=algorithm.policy_loss,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
-            policy_loss_options=algorithm.policy_loss_options,
+            policy_loss_options=options_of(algorithm, "policy_loss"),
             kl_coefficient=kl_coefficient if algorithm.kl_in == "loss" else 0.0,
             kl_estimator=algorithm.kl_estimator,
             entropy_coefficient=algorithm.entropy_coefficient,
@@ -120,5 +133,5 @@ def make_kl_control(settings: Settings) -> AdaptiveKL:
 
 def gdpo_components(settings: Settings) -> list[str]:
     """Reward components that travel with the rows because the advantage compares them."""
-    weights = settings.algorithm.advantage_options.get("weights")
-    return sorted(weights) if settings.algorithm.advantage == "gdpo" and isinstance(weights, dict) else []
+    weights = getattr(settings.algorithm, "weights", None)
+    return sorted(weights) if settings.algorithm.advantage == "gdpo" and weights else []

@@ -23,6 +23,7 @@ from rl_distill.objectives import (
     with_loss_weights,
     with_rejection,
     with_token_selection,
+    without_truncated,
 )
 from rl_distill.skipping import SkippedUpdates
 from rl_distill.teacher import teacher_task
@@ -34,9 +35,11 @@ from rl_trainer_parts.learning.objective import (
     make_kl_control,
     make_objective,
     make_selection,
+    needs_energy,
     objective_options,
     sampled_logprobs,
 )
+from rl_trainer_parts.settings.algorithm_choice import options_of
 from rl_trainer_parts.settings.schema import Settings
 
 
@@ -123,7 +126,12 @@ def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> 
     if parts.settings.algorithm.old_logprobs == "recompute":
         with recorder.timer("old_log_prob"):
             found = learners.policy.logprobs(rows, temperature=temperature)
-        rows = rows.with_columns({"old_logprobs": found})
+            added = {"old_logprobs": found}
+            if needs_energy(parts.settings):
+                # At half the temperature, a logprob is 2 * logprob - log(sum of squared probabilities).
+                sharper = learners.policy.logprobs(rows, temperature=temperature / 2)
+                added["sum_pi_squared"] = Ragged(np.exp(2 * found.values - sharper.values), found.offsets)
+        rows = rows.with_columns(added)
     if learners.critic is not None:
         with recorder.timer("values"):
             found = learners.critic.values(for_critic(rows))
@@ -150,16 +158,41 @@ TEACHER_COLUMNS = teacher_task(with_hidden=True).gives
 
 
 def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_coefficient: float) -> Batch:
-    """Add the objective's inputs except loss weights: advantages, the trained tokens and correction weights.
+    """Add the objective's inputs except loss weights: correction weights, advantages, the trained tokens.
 
     Raises:
-        DataError: A column is missing, or every token of the batch was rejected.
+        DataError: A column is missing, or the correction rejected every token of the batch.
     """
-    algorithm, correction = parts.settings.algorithm, parts.settings.correction
+    correction, is_policy_gradient = parts.settings.correction, has_policy_gradient(parts.settings)
     if parts.settings.distillation.texts is not None:
         batch = batch.only(batch.names - {"rollout_logprobs"})  # the policy did not sample these tokens
-    if not has_policy_gradient(parts.settings):
+    if is_policy_gradient and correction.weights != "none":
+        level, cap, floor = correction.weights, correction.cap, correction.floor
+        batch = with_correction_weights(batch, level=level, cap=cap, floor=floor)
+        recorder.record_all(correction_weight_metrics(batch, level=level, cap=cap, floor=floor))
+    if is_policy_gradient:
+        batch = _with_advantages(parts, batch, recorder, kl_coefficient=kl_coefficient)
+    if parts.settings.rollout.mask_truncated:
+        batch, share = without_truncated(batch)
+        recorder.record("response/masked_ratio", share, weight=len(batch))
+    if not is_policy_gradient or not batch.ragged("loss_mask").values.any():
         return batch
+    if correction.reject:
+        batch, metrics = with_rejection(batch, bounds=correction.reject)
+        recorder.record_all(metrics)
+        if not batch.ragged("loss_mask").values.any():
+            raise DataError(
+                f"correction.reject = {correction.reject} rejected every token of {len(batch)} trajectories. "
+                "Widen its bounds, or check rollout_corr/kl: engine and learner may have different weights."
+            )
+    if (select := make_selection(parts.settings)) is not None:
+        batch = with_token_selection(batch, select=select, policy_logprobs=sampled_logprobs(parts.settings))
+    return batch
+
+
+def _with_advantages(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_coefficient: float) -> Batch:
+    """Add the advantages, from task rewards, teachers or both."""
+    algorithm = parts.settings.algorithm
     if algorithm.kl_in == "reward" and algorithm.kl_coefficient:
         batch = with_kl_in_reward(
             batch,
@@ -171,7 +204,7 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
         rewarded = with_advantages(
             batch.only(batch.names - TEACHER_COLUMNS),
             advantage=algorithm.advantage,
-            options=algorithm.advantage_options,
+            options=options_of(algorithm, "advantage"),
             session_rule=algorithm.session_rule,
         )
         batch = batch.with_columns({name: rewarded[name] for name in rewarded.names - batch.names})
@@ -184,20 +217,6 @@ def prepare_batch(parts: LearningParts, batch: Batch, recorder: Recorder, *, kl_
         )
         recorder.record_all(metrics)
         batch = batch.only(batch.names - TEACHER_COLUMNS)  # the advantages contain them
-    if correction.weights != "none":
-        level, cap, floor = correction.weights, correction.cap, correction.floor
-        batch = with_correction_weights(batch, level=level, cap=cap, floor=floor)
-        recorder.record_all(correction_weight_metrics(batch, level=level, cap=cap, floor=floor))
-    if correction.reject:
-        batch, metrics = with_rejection(batch, bounds=correction.reject)
-        recorder.record_all(metrics)
-        if not batch.ragged("loss_mask").values.any():
-            raise DataError(
-                f"correction.reject = {correction.reject} rejected every token of {len(batch)} trajectories. "
-                "Widen its bounds, or check rollout_corr/kl: engine and learner may have different weights."
-            )
-    if (select := make_selection(parts.settings)) is not None:
-        batch = with_token_selection(batch, select=select, policy_logprobs=sampled_logprobs(parts.settings))
     return batch
 
 
@@ -215,6 +234,7 @@ def update(
 
     Returns:
         "policy_logprobs" and "entropy" of the trained tokens, as in their first update; {} if the policy did not train.
+        A mini-batch without a trained token makes no update: the optimizer's momentum would move the weights.
 
     Raises:
         NonFiniteError: Too many consecutive updates were not finite.
@@ -224,6 +244,8 @@ def update(
     objective = make_objective(settings, kl_coefficient)
     seen: list[tuple[Batch, StepResult]] = []
     for part in minibatches(batch, count=settings.trainer.minibatches, epochs=settings.trainer.epochs):
+        if not part.ragged("loss_mask").values.any():
+            continue
         weighted = with_loss_weights(
             part,
             aggregation=settings.algorithm.aggregation,

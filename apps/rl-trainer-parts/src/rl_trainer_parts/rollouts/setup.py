@@ -30,7 +30,7 @@ from rl_rollout.engines import RolloutEngine, SamplingParams
 from rl_rollout.loops import SessionResult, resolve_loop
 from rl_rollout.prompts import PromptSet, PromptTokenizer
 from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew
-from rl_trainer_parts.learning.objective import gdpo_components, has_teachers
+from rl_trainer_parts.learning.objective import gdpo_components, has_teachers, needs_greedy
 from rl_trainer_parts.rollouts.inputs import make_scorer
 from rl_trainer_parts.settings.schema import Settings
 
@@ -70,6 +70,8 @@ def rollout_columns(settings: Settings) -> frozenset[str]:
         columns |= {ROUTED_EXPERTS}
     if settings.rollout.nucleus_width is not None:
         columns |= {NUCLEUS}
+    if needs_greedy(settings):
+        columns |= {"reward_baseline"}
     return columns | component_columns(gdpo_components(settings))
 
 
@@ -213,7 +215,7 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         pairs: Prompts with their trajectories.
 
     Raises:
-        DataError: A trajectory lacks such a component, or the nuclei of a truncated distribution.
+        DataError: A trajectory lacks such a component, the baseline of ReMax, or the nuclei of a truncated distribution.
     """
     trajectories = [trajectory for _, trajectory in pairs]
     width = settings.rollout.nucleus_width
@@ -230,11 +232,16 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         batch = batch.with_extras([rollout_extras(prompt, trajectory) for prompt, trajectory in pairs])
     if settings.distillation.texts is not None:  # texts have no reward
         batch = batch.only(batch.names - {"reward"})
+    if needs_greedy(settings) and any(one.reward_baseline is None for one in trajectories):
+        raise DataError(
+            'algorithm.advantage = "remax" needs the reward of a greedy session for every prompt; a stored group has '
+            "none. Generate it again: set rollout_cache.enabled = false, or another rollout_cache.directory."
+        )
     if names := gdpo_components(settings):
         for trajectory in trajectories:
             if lacking := sorted(set(names) - trajectory.reward_components.keys()):
                 raise DataError(
-                    f"algorithm.advantage_options.weights names the component {lacking[0]!r}, but the reward function "
+                    f"algorithm.weights names the component {lacking[0]!r}, but the reward function "
                     f"returned {sorted(trajectory.reward_components) or 'none'} for prompt {trajectory.prompt_uid}. It "
                     "must return every component for every response."
                 )

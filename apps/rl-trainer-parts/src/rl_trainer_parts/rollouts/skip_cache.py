@@ -25,6 +25,7 @@ from rl_rollout.skip import (
     package_versions,
     with_file_contents,
 )
+from rl_trainer_parts.learning.objective import needs_greedy
 from rl_trainer_parts.rollouts.setup import sampling_params
 from rl_trainer_parts.settings.schema import Settings, SettingsT
 
@@ -180,7 +181,11 @@ def _common_circumstances(settings: Settings, tokenizer: PromptTokenizer) -> Rol
         tokenizer=tokenizer.fingerprint,
         sampling=None,
         group_size=0,
-        loop={"name": settings.rollout.loop, "options": with_file_contents(loop_options)},
+        loop={
+            "name": settings.rollout.loop,
+            "options": with_file_contents(loop_options),
+            **({"baseline": "greedy"} if needs_greedy(settings) else {}),  # older entries lack the field
+        },
         reward=with_file_contents({name: reward[name] for name in ("function", "options", "parts", "on_failure")}),
         seed=settings.run.seed,
         versions=package_versions(),

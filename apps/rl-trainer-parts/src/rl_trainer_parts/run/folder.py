@@ -61,10 +61,10 @@ def read_run_state(folder: Path, kind: type[State]) -> State:
         raise CheckpointError(f"{folder / STATE_FILE} is not readable: {error}.") from None
 
 
-FORMAT = 3
+FORMAT = 4
 """Number of the format of a run's folder: of its settings, checkpoints and records. Folders without it have 1."""
 
-READERS = {1: "version 0.1 (commit c72489a1)", 2: "commit 226990a0"}
+READERS = {1: "version 0.1 (commit c72489a1)", 2: "commit 226990a0", 3: "commit 135fed37"}
 """What reads each older format."""
 
 OF_RUNS = ("format", "events.jsonl", "checkpoints")

@@ -189,22 +189,22 @@ def fields_of(kind: Any, prefix: str) -> Iterator[SettingField]:
             annotation=hints[entry.name],
             default=entry.default if factory is dataclasses.MISSING else factory(),
             meaning=meanings.get(entry.name, ""),
-            limits=_limits(marked[entry.name]),
+            limits=limits_of(marked[entry.name]),
         )
         if dataclasses.is_dataclass(hints[entry.name]):
             yield from fields_of(hints[entry.name], f"{prefix}.{entry.name}")
 
 
-def _limits(annotation: Any) -> dict[str, float]:
+def limits_of(annotation: Any) -> dict[str, float]:
     """The bounds in an annotation, such as `Annotated[int, Ge(1)]`, which may be optional."""
     marks = [mark for part in (annotation, *typing.get_args(annotation)) for mark in getattr(part, "__metadata__", ())]
     single = [one for mark in marks for one in getattr(mark, "metadata", (mark,))]
     return {key: getattr(one, key) for one in single for key in BOUND_WORDS if hasattr(one, key)}
 
 
-def attribute_meanings(kind: type) -> dict[str, str]:
-    """The text of each entry in a Google docstring's `Attributes:`."""
-    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+def attribute_meanings(kind: Any, heading: str = "Attributes") -> dict[str, str]:
+    """The text of each entry in a Google docstring's `Attributes:`, or below another heading."""
+    section = (inspect.getdoc(kind) or "").partition(f"{heading}:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
     return {name: " ".join(words.split()) for name, words in found}
 
@@ -234,20 +234,24 @@ def describe_type(annotation: Any) -> str:
     return WORDS.get(annotation, str(getattr(annotation, "__name__", annotation)))
 
 
-def help_text(usage: str, kind: type[Settings] = Settings, *, topic: str = "") -> str:
+def help_text(
+    usage: str, kind: type[Settings] = Settings, *, topic: str = "", options: Mapping[str, SettingField] | None = None
+) -> str:
     """The usage, and every setting with its type, default and meaning.
 
     Args:
         usage: The command's usage.
         kind: The trainer's settings class.
         topic: A section or setting to explain alone.
+        options: Settings that depend on others, such as the options of advantages.
 
     Raises:
         SettingsError: The section or setting does not exist.
     """
-    known = setting_fields(kind)
+    known = {**setting_fields(kind), **(options or {})}
     if topic in kind.model_fields:
-        return "\n".join(_section_lines(topic, kind))
+        below = (field for name, field in (options or {}).items() if name.startswith(f"{topic}."))
+        return "\n".join((*_section_lines(topic, kind), *(line for one in below for line in _entry_lines(one, kind))))
     if topic:
         endings = [one for name, one in known.items() if name == topic or name.endswith(f".{topic}")]
         if not endings:

@@ -133,6 +133,8 @@ class RolloutSettings:
         prompts_per_step: Prompts per training step.
         group_size: Sessions per prompt (GRPO's group size).
         max_response_tokens: Maximum response length in tokens.
+        mask_truncated: Do not train on sessions that a limit ended before they finished: of response tokens, of turns
+            or of the context (DAPO's overlong filtering). Their rewards still count in the advantages of their group.
         temperature: Sampling temperature for training.
         top_p: Nucleus sampling threshold for training; 1 keeps every token. It needs top_k. The learner scores each
             token among the tokens that both kept.
@@ -152,6 +154,7 @@ class RolloutSettings:
     prompts_per_step: Count = 64
     group_size: Count = 8
     max_response_tokens: PositiveInt = 1024
+    mask_truncated: bool = False
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     top_k: int | None = None
@@ -206,26 +209,23 @@ class WeightSettings:
     deadline_s: PositiveFloat = 60.0
 
 
-OptionValue = bool | int | float | str
-"""Type of an option of an advantage or a policy loss."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:
-    """The objective.
+    """The algorithm. Options of the chosen advantage and policy loss, such as algorithm.gamma, are settings too.
 
     Attributes:
-        advantage: "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline", "gae" (needs a critic), or the name of an advantage that another package
-            installs.
-        advantage_options: Options of the advantage, such as {gamma = 0.99, lam = 0.95} for gae, or {weights = {accuracy
-            = 1.0}} for gdpo, where the names are components of the reward.
+        name: An algorithm, which sets what follows, and dynamic_sampling.filter, to the values of its paper: "ppo",
+            "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "sapo", "cispo", "rloo", "remax", "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "gdpo", "lite_ppo", "maxrl", "otb", "clip_cov",
+            "kl_cov", "dppo", "dro", or one that another package installs. Values of your own take precedence. none uses
+            the defaults below, GRPO as verl and TRL run it.
+        advantage: "grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo", "lite_ppo", "maxrl",
+            "optimal_token_baseline", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae" (needs a critic),
+            "remax" (runs a greedy session per prompt too), or the name of an advantage that another package installs.
         session_rule: How a session with several trajectories is credited: "last" (all get the advantage of the last
             one), "last_only" (only the last one trains), "mean", or "each" (every trajectory has its own advantage).
         policy_loss: "ppo_clip", "gspo", "geo_mean" (GMPO), "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "dro",
             "clip_cov", "kl_cov", or the name of a loss that another package installs.
-        policy_loss_options: Further options of the policy loss, such as {dual_clip = inf}, which disables ppo_clip's
-            dual clip.
         clip_low: Lower clip range; none uses the loss's default (ppo_clip: 0.2, so ratios below 1 - 0.2 are clipped).
         clip_high: Upper clip range; none uses the loss's default (ppo_clip: 0.2, so ratios above 1 + 0.2 are clipped).
         aggregation: How token losses are averaged over the whole batch: "token-mean", "seq-mean-token-sum",
@@ -241,11 +241,10 @@ class AlgorithmSettings:
             computed before the update.
     """
 
+    name: str | None = None
     advantage: str = "grpo"
-    advantage_options: dict[str, OptionValue | dict[str, float]] = field(default_factory=dict)
     session_rule: str = "last"
     policy_loss: str = "ppo_clip"
-    policy_loss_options: dict[str, OptionValue] = field(default_factory=dict)
     clip_low: float | None = None
     clip_high: float | None = None
     aggregation: str = "token-mean"

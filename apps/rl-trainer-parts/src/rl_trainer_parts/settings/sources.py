@@ -5,7 +5,6 @@ import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,19 @@ from rl_core.data import encodable_json
 from rl_core.errors import DataError, SettingsError
 from rl_core.files import parse_toml, read_toml
 from rl_core.secret_settings import redact_option, redacted_names
+from rl_trainer_parts.settings.algorithm_choice import option_fields, settings_class, with_algorithm
 from rl_trainer_parts.settings.fields import SettingField, describe_type, find_setting, leaves, setting_fields, short
 from rl_trainer_parts.settings.other_names import renamed, value_hint
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.suggestions import suggest
 
 ENVIRONMENT_PREFIX = "RL__"
+
+CHOOSE_OPTIONS = ("algorithm.name", "algorithm.advantage", "algorithm.policy_loss")
+"""Settings that decide which options are settings."""
+
+OLD_OPTIONS = ("algorithm.advantage_options", "algorithm.policy_loss_options")
+"""Settings of older versions that held the options of a function."""
 
 Given = tuple[str, Any, str]
 """Name, value and origin of a setting."""
@@ -47,8 +53,17 @@ def load_settings(
     wrong: list[str] = []
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    sources = (_from_file(file, kind), _from_environment(environment, kind), _from_arguments(arguments, kind, wrong))
-    for name, value, origin in chain(*sources):
+
+    def given(kind: type[Settings], wrong: list[str]) -> Iterator[Given]:
+        yield from _from_file(file, kind)
+        yield from _from_environment(environment, kind)
+        yield from _from_arguments(arguments, kind, wrong)
+
+    for name, value, _ in given(kind, []):
+        if name in CHOOSE_OPTIONS:
+            _put(values, name.split("."), value)
+    kind = settings_class(with_algorithm(values), kind)
+    for name, value, origin in given(kind, wrong):
         if encodable_json([name, value], keep_infinite=True) != [name, value]:
             wrong.append(f"{name}: must be text in UTF-8; found {value!r} ({origin}).")
         elif find_setting(name, kind) is None:
@@ -145,7 +160,8 @@ def build_settings(
     Raises:
         SettingsError: A setting is missing or has the wrong type; all problems are listed.
     """
-    origins = origins or {}
+    origins, values = origins or {}, with_algorithm(values)
+    kind = settings_class(values, kind)
     wrong = [*also, *_redacted(values, origins), *_booleans_for_numbers(values, origins, kind)]
     try:
         settings = kind(**{section: {} for section in kind.model_fields} | dict(values))
@@ -236,6 +252,11 @@ def _shown(value: Any, setting: SettingField) -> str:
 
 def _unknown(name: str, where: str, kind: type[Settings]) -> str:
     """An unknown setting, and what it may mean; one of an entry may be another of that entry."""
+    if name in OLD_OPTIONS:
+        return f"{name}{where} is gone: each option is a setting of [algorithm], such as algorithm.gamma. Write these."
+    if (option := option_fields().get(name) if name.startswith("algorithm.") else None) is not None:
+        of, _, _ = option.meaning.partition(".")
+        return f"{name}{where} is an {of[0].lower()}{of[1:]}, which this run does not use. Choose it, or leave it out."
     table, entry = find_setting(".".join(name.split(".")[:2]), kind), ".".join(name.split(".")[2:3])
     known = [*setting_fields(kind), *(table.entry_fields(entry) if table is not None else ())]
     now = renamed(name)

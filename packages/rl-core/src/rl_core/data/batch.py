@@ -72,7 +72,7 @@ class Batch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory]) -> "Batch":
-        """Build the columns from trajectories, in order; a missing reward becomes NaN, missing indices -1.
+        """Build the columns from trajectories, in order; a missing reward or baseline becomes NaN, missing indices -1.
 
         Raises:
             ShapeError: Trajectories differ in the number of expert layers, experts or kept ids per token.
@@ -90,6 +90,9 @@ class Batch:
         columns: dict[str, Column] = {**Ragged.aligned(values, offsets)}
         rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
         columns["reward"] = np.asarray(rewards, dtype=np.float32)
+        if any(t.reward_baseline is not None for t in trajectories):
+            baselines = [np.nan if t.reward_baseline is None else t.reward_baseline for t in trajectories]
+            columns["reward_baseline"] = np.asarray(baselines, dtype=np.float32)
         columns["is_truncated"] = np.asarray([t.finish_reason == "length" for t in trajectories], dtype=np.bool_)
         columns["num_prompt_tokens"] = np.asarray([t.num_prompt_tokens for t in trajectories], dtype=np.int32)
         keys = [RowKey(t.prompt_uid, t.session_index, t.output_index) for t in trajectories]

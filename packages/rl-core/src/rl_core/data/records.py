@@ -99,6 +99,7 @@ class Trajectory:
         finish_reason: Why the last response ended.
         reward: Scalar reward; None until scored.
         reward_components: Named parts of the reward.
+        reward_baseline: Reward of the greedy session of its prompt, for ReMax; None without one.
         timings: Durations of the session.
         routed_experts: [T, layers, top_k] int16 experts that a mixture-of-experts model used; -1 where unknown.
         nucleus_ids: [T, K] int32 tokens that top-k and top-p kept when the token was sampled, -1 for none; None without
@@ -118,6 +119,7 @@ class Trajectory:
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     reward_components: Mapping[str, float] = field(default_factory=dict)
+    reward_baseline: float | None = None
     timings: Timings = Timings()
     routed_experts: Annotated[ExpertArray | None, Axes("T", "layers", "top_k")] = None
     nucleus_ids: Annotated[IntArray | None, Axes("T", "K")] = None

@@ -27,14 +27,15 @@ ROLLOUT_COLUMNS = frozenset(
         "rollout_logprobs",
         "policy_versions",
         "reward",
+        "reward_baseline",
         "is_truncated",
         "num_prompt_tokens",
         "routed_experts",
         "nucleus_ids",
     }
 )
-"""Columns that rows have from `put`: `reward` only if every row of the group has one, `routed_experts` and
-`nucleus_ids` if any has one."""
+"""Columns that rows have from `put`; `reward` only if every row of the group has one, `routed_experts`, `nucleus_ids` and
+`reward_baseline` if any has one."""
 
 PromptState = Literal["issued", "settled", "done", "dropped"]
 STATES: tuple[PromptState, ...] = get_args(PromptState)

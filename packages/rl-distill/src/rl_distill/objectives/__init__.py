@@ -18,6 +18,7 @@ from rl_distill.objectives.batch_columns import (
     with_rejection,
     with_reward_components,
     with_token_selection,
+    without_truncated,
 )
 from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.covariance_policy_loss import TokenSelection, selects_with
@@ -97,4 +98,5 @@ __all__ = [
     "with_rejection",
     "with_reward_components",
     "with_token_selection",
+    "without_truncated",
 ]

@@ -5,7 +5,8 @@ tokens. A session alone in its group gets 0.
 
 Source: GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1; Dr. GRPO, Liu et al. 2025, arXiv:2503.20783; RLOO,
 Ahmadian et al. 2024, arXiv:2402.14740; OPO, Hao et al. 2025, arXiv:2505.23585; GPG, Chu et al. 2025,
-arXiv:2504.02546; pass@k, Tang et al. 2025, arXiv:2503.19595.
+arXiv:2504.02546; pass@k, Tang et al. 2025, arXiv:2503.19595; Lite PPO, Liu et al. 2025, arXiv:2508.08221, section 5;
+MaxRL, Tajwar et al. 2026, arXiv:2602.02710, algorithm 1.
 """
 
 from functools import partial
@@ -57,6 +58,18 @@ def grpo_passk(rows: RewardedRows, *, divide_by_std: bool = True, eps: NonNegati
     """GRPO for pass@k: apply `passk_advantages` to sessions; each trained token gets its session's advantage."""
     estimate = partial(passk_advantages, divide_by_std=divide_by_std, eps=eps)
     return {"advantages": session_advantages(rows, estimate)}
+
+
+@converts_arguments
+def lite_ppo(rows: RewardedRows, *, eps: NonNegativeFloat = 1e-6) -> dict[str, Tensor]:
+    """Lite PPO: apply `lite_ppo_advantages` to sessions; each trained token gets its session's advantage."""
+    return {"advantages": session_advantages(rows, partial(lite_ppo_advantages, eps=eps))}
+
+
+@converts_arguments
+def maxrl(rows: RewardedRows) -> dict[str, Tensor]:
+    """MaxRL: apply `maxrl_advantages` to sessions; each trained token gets its session's advantage."""
+    return {"advantages": session_advantages(rows, maxrl_advantages)}
 
 
 @converts_arguments
@@ -177,6 +190,55 @@ def passk_advantages(
     lead = torch.where((num_best == 1) & (sizes > 1), best - second, torch.zeros_like(best))
     scale = _scales(centered, index, eps=eps) if divide_by_std else torch.ones_like(lead)
     return torch.where(is_best, (lead / scale)[index], torch.zeros_like(centered)).to(_dtype(rewards))
+
+
+@converts_arguments
+def lite_ppo_advantages(rewards: Tensor, group: Tensor, *, eps: NonNegativeFloat = 1e-6) -> Tensor:
+    """Center rewards within their group, and divide them by the standard deviation of the batch's rewards.
+
+    advantage = (reward - mean of the group) / (standard deviation of all rewards + eps). In a group whose rewards are
+    almost equal, small differences are not scaled up, as GRPO does.
+
+    Args:
+        rewards: [S] float, one for each session of the global batch.
+        group: [S] int64 prompt of each session; groups may differ in size.
+        eps: Added to the unbiased standard deviation.
+
+    Returns:
+        [S] advantages in the rewards' dtype. A group with equal rewards or one session gets zeros.
+
+    Raises:
+        ShapeError: An argument is not [S], or group has a float dtype.
+        SettingsError: eps is below 0.
+    """
+    centered, _ = _centered(rewards, group)
+    deviation = rewards.double().std() if len(rewards) > 1 else centered.new_zeros(())
+    return (centered / torch.where(deviation > 0, deviation + eps, 1.0)).to(_dtype(rewards))
+
+
+@converts_arguments
+def maxrl_advantages(rewards: Tensor, group: Tensor) -> Tensor:
+    """Center rewards within their group, and divide them by the group's mean.
+
+    advantage = (reward - mean) / mean. With rewards of 0 and 1 this is the gradient of the log-likelihood of success,
+    cut after as many terms as the group has sessions, instead of the gradient of the success rate: groups that rarely
+    succeed weigh more.
+
+    Args:
+        rewards: [S] float, at least 0, one for each session.
+        group: [S] int64 prompt of each session; groups may differ in size.
+
+    Returns:
+        [S] advantages in the rewards' dtype. A group whose mean is not above 0 gets zeros, as in the paper for a group
+        without success; so does a group with equal rewards or one session.
+
+    Raises:
+        ShapeError: An argument is not [S], or group has a float dtype.
+    """
+    centered, index = _centered(rewards, group)
+    sizes = torch.bincount(index)
+    means = (centered.new_zeros(len(sizes)).index_add(0, index, rewards.double()) / sizes)[index]
+    return torch.where(means > 0, centered / torch.where(means > 0, means, 1.0), 0.0).to(_dtype(rewards))
 
 
 def _dtype(rewards: Tensor) -> torch.dtype:

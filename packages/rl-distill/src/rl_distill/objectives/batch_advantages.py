@@ -1,10 +1,11 @@
 """Advantages whitened over the tokens of the global batch, or against a baseline from outside the group.
 
-GAE compares with a critic's values, ReMax with a greedy response. REINFORCE++, its baseline variant and GDPO subtract a
+GAE compares with a critic's values, ReMax with a greedy response, the optimal token baseline with the group's returns
+at the same token. REINFORCE++, its baseline variant and GDPO subtract a
 mean over the batch, so compute these advantages before the batch is split.
 
 Source: GAE, Schulman et al. 2015, arXiv:1506.02438; ReMax, Li et al. 2023, arXiv:2310.10505; REINFORCE++, Hu et al.
-2025, arXiv:2501.03262; GDPO, Liu et al. 2026, arXiv:2601.05242.
+2025, arXiv:2501.03262; GDPO, Liu et al. 2026, arXiv:2601.05242; OTB, Li et al. 2026, arXiv:2602.07078.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from rl_core.data import are_equal_rewards
 from rl_core.errors import DataError
 from rl_core.record_fields import FiniteFloat, NonNegativeFloat, UnitFloat, converts_arguments
 from rl_distill.objectives.advantages import dr_grpo_advantages, grpo_advantages
-from rl_distill.objectives.ragged import discounted_sums, next_values, spread_rows
+from rl_distill.objectives.ragged import discounted_sums, next_values, row_index, spread_rows
 from rl_distill.objectives.rewarded_rows import RewardedRows, episodes_of, spread_units, units_of, unmasked
 from rl_distill.objectives.shapes import check_mask, check_tokens
 
@@ -93,6 +94,41 @@ def remax(rows: RewardedRows) -> dict[str, Tensor]:
     """
     units = units_of(rows, rows.total_rewards() - rows.row_column("reward_baseline"))
     return {"advantages": spread_units(rows, units, units.rewards)}
+
+
+ENERGY_FLOOR = 1e-8
+"""Added to a sum of energies before it divides, as in verl."""
+
+
+@converts_arguments
+def optimal_token_baseline(rows: RewardedRows) -> dict[str, Tensor]:
+    """OTB: the return from each token minus the baseline of least variance for this token's place in its group.
+
+    The baseline of trained token t is sum(G[t] * W[t]) / sum(W[t]) over the group's trajectories that reach it. G[t] is
+    the return from it, and the energy W[t] is the sum of 1 - 2 * p + sum_pi_squared over the trained tokens up to it,
+    with their probabilities p. A token that no other trajectory reaches has baseline 0, as in verl.
+
+    Args:
+        rows: The batch with the token columns `old_logprobs` and `sum_pi_squared`. Each trajectory is an episode that
+            ends with its session's reward. `correction_weights`, if present, multiply the energies by their square.
+
+    Raises:
+        DataError: A column is missing.
+    """
+    rewards, offsets, share = episodes_of(rows)
+    returns = discounted_sums(rewards, offsets, discount=1.0)
+    energy = 1 - 2 * rows.column("old_logprobs").double().exp() + rows.column("sum_pi_squared").double()
+    if "correction_weights" in rows.columns:
+        energy = energy * rows.column("correction_weights").double().square()
+    row = row_index(offsets, num_tokens=len(returns))
+    total = energy[rows.loss_mask].cumsum(0)
+    realized = total - torch.cat([total.new_zeros(1), total])[offsets[row]]
+    place = torch.stack([rows.group[row], torch.arange(len(row), device=row.device) - offsets[row]])
+    _, index, count = torch.unique(place, dim=1, return_inverse=True, return_counts=True)
+    zeros = realized.new_zeros(len(count))
+    weighted, weights = zeros.index_add(0, index, returns * realized), zeros.index_add(0, index, realized)
+    baselines = torch.where(count > 1, weighted / (weights + ENERGY_FLOOR), 0.0)
+    return {"advantages": unmasked((returns - baselines[index]) * share, rows)}
 
 
 COMPONENT = "reward/"

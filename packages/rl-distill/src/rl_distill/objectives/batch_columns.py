@@ -30,7 +30,8 @@ def with_advantages(
 
     Args:
         batch: The global batch with `reward` and `loss_mask`; its keys define the groups. Optional columns:
-            `token_rewards` for every estimator, `values` for gae, `reward_baseline` for remax, `reward/NAME` for gdpo.
+            `token_rewards` for every estimator, `values` for gae, `reward_baseline` for remax, `reward/NAME` for gdpo,
+            `old_logprobs` and `sum_pi_squared` for optimal_token_baseline.
         advantage: Name in `ADVANTAGES`.
         options: Options of the estimator.
         session_rule: Name in `SESSION_RULES`, for sessions with several trajectories.
@@ -200,6 +201,33 @@ def with_rejection(batch: Batch, *, bounds: Mapping[str, Bound]) -> tuple[Batch,
     keep, metrics = rejection_mask(*_log_ratios(batch), bounds=bounds)
     rejected = batch.with_columns({"loss_mask": _ragged(batch, keep)})
     return rejected, {name: float(value) for name, value in metrics.items()}
+
+
+@converts_arguments
+def without_truncated(batch: Batch) -> tuple[Batch, float]:
+    """Remove every token of the sessions that a limit ended from `loss_mask`.
+
+    A session is truncated if its last trajectory is: at the token limit in any turn, or at the limit of turns or of the
+    context. Call it after computing the advantages and before the loss weights: the rewards of truncated sessions still
+    count in the advantages of others, as in TRL's `mask_truncated_completions`, and the loss averages over what trains.
+
+    Args:
+        batch: The global batch with `is_truncated`.
+
+    Returns:
+        The batch with the reduced `loss_mask`, and the share of trajectories that this removes.
+
+    Source: overlong filtering of DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.4.
+    """
+    rows = np.stack([batch.keys.prompts, batch.keys.sessions], axis=1)
+    _, session = np.unique(rows, axis=0, return_inverse=True)
+    session = session.reshape(-1)
+    is_cut = np.zeros(len(batch), dtype=np.bool_)
+    in_order = np.argsort(batch.keys.outputs, kind="stable")
+    is_cut[session[in_order]] = batch.dense("is_truncated")[in_order]  # the last one of a session stays
+    mask = batch.ragged("loss_mask")
+    kept = Ragged(mask.values & ~np.repeat(is_cut[session], mask.lengths), mask.offsets)
+    return batch.with_columns({"loss_mask": kept}), float(is_cut[session].mean()) if len(batch) else 0.0
 
 
 def _offsets(batch: Batch) -> torch.Tensor:

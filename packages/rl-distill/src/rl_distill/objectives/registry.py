@@ -15,11 +15,12 @@ import torch
 from rl_core.errors import SettingsError
 from rl_core.record_fields import fit_options
 from rl_core.registry import Registry, unknown_name
-from rl_distill.objectives.advantages import dr_grpo, gpg, grpo, grpo_passk, opo, rloo
+from rl_distill.objectives.advantages import dr_grpo, gpg, grpo, grpo_passk, lite_ppo, maxrl, opo, rloo
 from rl_distill.objectives.batch_advantages import (
     COMPONENT,
     gae,
     gdpo,
+    optimal_token_baseline,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
@@ -46,6 +47,9 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry(
         "gpg": gpg,
         "grpo_passk": grpo_passk,
         "gdpo": gdpo,
+        "lite_ppo": lite_ppo,
+        "maxrl": maxrl,
+        "optimal_token_baseline": optimal_token_baseline,
     },
     group="rl_distill.advantages",
 )
@@ -143,7 +147,7 @@ def try_advantage(name: str, options: Mapping[str, Any]) -> None:
         output=torch.zeros_like(index),
         loss_mask=zeros == 0,
         offsets=torch.arange(3),
-        columns={"values": zeros},
+        columns=dict.fromkeys(("values", "old_logprobs", "sum_pi_squared"), zeros),
         row_columns={"reward_baseline": zeros, **components},
     )
     try:

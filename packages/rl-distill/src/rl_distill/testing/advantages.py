@@ -41,7 +41,12 @@ def example_rows(*, seed: int = 0) -> RewardedRows:
         output=torch.tensor(OUTPUTS),
         loss_mask=loss_mask,
         offsets=offsets,
-        columns={"values": normal(num_tokens), "token_rewards": 0.1 * normal(num_tokens)},
+        columns={
+            "values": normal(num_tokens),
+            "token_rewards": 0.1 * normal(num_tokens),
+            "old_logprobs": -normal(num_tokens).abs(),
+            "sum_pi_squared": normal(num_tokens).abs().neg().exp(),
+        },
         row_columns={
             "reward_baseline": normal(num_rows),
             "reward/first": normal(num_rows),

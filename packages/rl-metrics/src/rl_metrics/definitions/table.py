@@ -133,6 +133,10 @@ ROLLOUT = (
     ),
     trajectory_mean("prompt_length/clip_ratio", "Share of prompts at the length limit."),
     trajectory_mean("response/aborted_ratio", "Share of trajectories without a trained token.", healthy=at_most(0.1)),
+    trajectory_mean(
+        "response/masked_ratio",
+        "Share of trajectories that did not train because a limit ended their session (rollout.mask_truncated).",
+    ),
     total("rollout/num_groups", "Prompts in the batch.", "groups"),
     total("rollout/num_trajectories", "Trajectories in the batch.", "trajectories"),
     total(
@@ -167,6 +171,7 @@ ROLLOUT = (
     highest("rollout/rescored_diff_max", "Largest of those differences.", "nats"),
     group_mean("rollout/replayed", "Share of a step's groups that came from a skip cache; 1 if nothing was generated."),
     total("rollout/num_rounds", "Rounds of generation in a step, if groups are refilled.", "rounds"),
+    group_mean("rollout/greedy_reward", "Reward of the greedy session of a prompt, the baseline of ReMax."),
     total("rollout/refused_groups", "Groups refused by the filter.", "groups"),
     total("rollout/made_up_groups", "Refused groups that trained because rounds ran out.", "groups"),
     total(

@@ -26,8 +26,8 @@ def summarize_batch(
     """Return metrics of a batch's rewards, advantages, lengths, turns, groups and staleness.
 
     Args:
-        batch: Needs input_ids, loss_mask, num_prompt_tokens, reward and is_truncated; uses advantages, returns, values
-            and policy_versions if it has them.
+        batch: Needs input_ids, loss_mask, num_prompt_tokens, reward and is_truncated; uses reward_baseline, advantages,
+            returns, values and policy_versions if it has them.
         policy_version: The learner's version; None omits the staleness.
         max_prompt_tokens: Length limit of prompts; None omits `prompt_length/clip_ratio`.
 
@@ -41,7 +41,11 @@ def summarize_batch(
     if not len(batch):
         return metrics
     mask = batch.ragged("loss_mask").values
-    metrics |= summarize_rewards(batch.dense("reward"), group_index=batch.group_index())
+    groups = batch.group_index()
+    metrics |= summarize_rewards(batch.dense("reward"), group_index=groups)
+    if "reward_baseline" in batch:
+        of_groups = batch.dense("reward_baseline")[np.unique(groups, return_index=True)[1]]
+        metrics["rollout/greedy_reward"] = float(of_groups.mean(dtype=np.float64))
     metrics |= _length_metrics(batch, max_prompt_tokens)
     metrics |= spread("num_turns", count_turns(batch))
     for column, stem in TOKEN_SPREADS.items():

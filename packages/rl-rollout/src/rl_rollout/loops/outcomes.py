@@ -86,6 +86,21 @@ def join_experts(told: Iterable[ExpertArray | None], num_tokens: int) -> ExpertA
     return joined
 
 
+def with_baseline_of(greedy: SessionResult, sessions: Sequence[SessionResult]) -> tuple[SessionResult, ...]:
+    """Return sessions with a greedy one's reward as baseline; if it failed, all fail, because they have none."""
+    failure, changes = None, dict[str, Any](reward=None)
+    if greedy.failure is None:
+        changes = {"reward_baseline": greedy.trajectories[-1].reward}
+    else:
+        failure = f"the greedy session, whose reward is the baseline, failed: {greedy.failure}"
+    return tuple(
+        SessionResult(
+            trajectories=tuple(replace(row, **changes) for row in one.trajectories), failure=one.failure or failure
+        )
+        for one in sessions
+    )
+
+
 def _checked(given: Any, *, name: str, prompt: Prompt, index: int) -> SessionResult:
     try:
         return _read(given, prompt=prompt, index=index)

@@ -43,6 +43,7 @@ class RollouterOptions:
         group_size: Sessions per prompt.
         sampling: Sampling parameters.
         seed: Seed of the run.
+        with_baseline: Run a greedy session per prompt too; see `Rollout.run`.
         deadline_s: Maximum seconds per group, and for engines to finish running requests before new weights.
         max_failures: Maximum number of consecutive groups whose sessions all fail, before the rollouter stops.
     """
@@ -50,6 +51,7 @@ class RollouterOptions:
     group_size: int
     sampling: SamplingParams
     seed: int | None = None
+    with_baseline: bool = False
     deadline_s: float = 3600.0
     max_failures: int = 16
 
@@ -315,6 +317,7 @@ class Rollouter:
             num_sessions=self._options.group_size,
             sampling=self._options.sampling,
             seed=self._options.seed,
+            with_baseline=self._options.with_baseline,
         )
         if stored is None:
             await run(
