@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"trainer__offload_learner": True, "algorithm__advantage": "gae", "algorithm__kl_coefficient": 0.1},
     "refill": {"dynamic_sampling__filter": "reward_spread", "dynamic_sampling__max_rounds": 2},
     "other-temperature": {"rollout__temperature": 0.7},
-    "truncated": {"rollout__top_p": 0.8, "rollout__top_k": 6, "algorithm__advantage": "gae", **RECOMPUTED},
+    "top-p": {"rollout__top_p": 0.8, "rollout__top_k": 6, "algorithm__advantage": "gae", **RECOMPUTED},
     "muon": {"optimizer__algorithm": "muon", "algorithm__advantage": "gae"},
     "class-of-transformers": {"policy__backend": "transformers"},
     "everything": {

@@ -215,7 +215,7 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         pairs: Prompts with their trajectories.
 
     Raises:
-        DataError: A trajectory lacks such a component, the baseline of ReMax, or the nuclei of a truncated distribution.
+        DataError: A trajectory lacks such a component, the baseline of ReMax, or the nuclei of its tokens.
     """
     trajectories = [trajectory for _, trajectory in pairs]
     width = settings.rollout.nucleus_width
