@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offload": {"trainer__offload_learner": True, "algorithm__advantage": "gae", "algorithm__kl_coefficient": 0.1},
     "refill": {"dynamic_sampling__filter": "reward_spread", "dynamic_sampling__max_rounds": 2},
     "other-temperature": {"rollout__temperature": 0.7},
-    "top-p": {"rollout__top_p": 0.8, "rollout__top_k": 6, "algorithm__advantage": "gae", **RECOMPUTED},
+    "truncated-sampling": {"rollout__top_p": 0.8, "rollout__top_k": 6, "algorithm__advantage": "gae", **RECOMPUTED},
     "muon": {"optimizer__algorithm": "muon", "algorithm__advantage": "gae"},
     "class-of-transformers": {"policy__backend": "transformers"},
     "everything": {
@@ -213,14 +213,13 @@ def test_the_same_weights_validate_as_they_did_in_the_run(run: TinyRun, capsys: 
     assert train_here(run) == 0
     row = read_metrics(run.run_folder / "metrics.jsonl")[-1]
     assert main(["export", str(run.run_folder), str(run.folder / "exported")]) == 0
-    capsys.readouterr()
-    for policy in (run.run_folder, run.folder / "exported"):
-        assert main(["validate", str(run.settings_file), "--policy", str(policy), "--metrics.console=off"]) == 0
-        said = dict(line.split(" ") for line in capsys.readouterr().out.splitlines()[1:])
-        assert float(said["validation_mean_reward"]) == pytest.approx(
-            row.metrics["val-core/arithmetic/reward/mean@1"], abs=1e-4
-        )
-        assert float(said["test_mean_reward"]) == pytest.approx(row.metrics["test/mean_reward"], abs=1e-4)
+    words = ["validate", str(run.settings_file), "--metrics.console=off", f"--json={run.folder}/found.json"]
+    assert main([*words, *(f"--policy={policy}" for policy in (run.run_folder, run.folder / "exported"))]) == 0
+    name = "val-core/arithmetic/reward/mean@1"
+    for found in json.loads((run.folder / "found.json").read_text())["policies"].values():
+        assert found["validation"][name] == pytest.approx(row.metrics[name], abs=1e-6)
+        assert found["test"][name] == pytest.approx(row.metrics["test/mean_reward"], abs=1e-6)
+    assert "B is better on 0 of 2 sets, A on 0 " in capsys.readouterr().out
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused_at_once(

@@ -97,7 +97,7 @@ def test_the_arithmetic_rule_is_the_examples_reward(text: str, truth: str, is_en
 @pytest.mark.parametrize(("text", "expected"), [("128,129", 1.0), (" 128,129", 1.0), ("128,129,130", 0.0), ("", 0.0)])
 def test_the_counting_rule_is_exact_match(text: str, expected: float) -> None:
     assert rules.counting(text, "128,129", is_ended=True) == expected
-    assert resolve_reward("exact_match")(given(text, "128,129", is_ended=True)) == expected
+    assert resolve_reward("exact_match")(given(text, "128,129", is_ended=True)).reward == expected
 
 
 def given(text: str, truth: str, *, is_ended: bool) -> RewardInput:

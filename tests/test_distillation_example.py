@@ -50,7 +50,7 @@ def test_settings_pass_the_checks_and_differ_only_in_what_is_learnt_from() -> No
 
 def test_slips_are_digits_of_answers_and_are_not_learnt(example: ModuleType) -> None:
     problems = example.SOURCE.task.split_problems()["validation"]
-    shown = example.SOURCE.demonstrations(problems, lambda problem: problem.scratchpad)
+    shown = example.demonstrations(problems, lambda problem: problem.scratchpad)
     slipped = example.with_slips(shown, 0.5, np.random.default_rng(0))
     before, after = (batch.ragged("input_ids").values for batch in (shown, slipped))
     learnt, still_learnt = (batch.ragged("loss_mask").values for batch in (shown, slipped))

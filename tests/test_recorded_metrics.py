@@ -16,7 +16,6 @@ REASONS = {
     "other/{metric}": "`rl-metrics import` gives this name to unknown metrics of other systems",
     "training/global_step": "the step axis of Weights & Biases, and verl's metric",
     "training/rollout_logprobs_diff_*": "imported from TRL's logs",
-    "sft/*": "for scripts of supervised training; the trainers record distillation.texts as actor/*",
     "perf/mfu/*": "needs metrics.peak_tflops: test_speeds.py of rl-trainer-parts",
     "nonfinite/{metric}": "needs values that are not finite: the Recorder's tests in rl-metrics",
     "teacher/max_memory_*": "needs teachers on GPUs: test_teacher_host.py of rl-async-trainer has a fake one",

@@ -1,7 +1,7 @@
 """Prepare the arithmetic example: prompts, a character tokenizer, and a small policy warmed up on demonstrations.
 
 Everything is written to `prepared/` beside this file, and kept until this file, task.py or the version of a library
-changes. The Megatron learner that later runs GRPO also trains the initial policy.
+changes. `rl-sync-trainer sft` trains the initial policy.
 """
 
 import argparse
@@ -14,17 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import task
 
-if TYPE_CHECKING:
-    from rl_core import Batch
-
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: spinning threads starve each other
 FOLDER = Path(__file__).parent
-MADE_WITH = ("torch", "megatron-core", "transformers", "tokenizers", "pyarrow", "rl-distill")
+MADE_WITH = ("torch", "megatron-core", "transformers", "tokenizers", "pyarrow", "rl-distill", "rl-sync-trainer")
 
 DEMONSTRATIONS_PER_STEP = 128
 HASTY_SHARE = 0.6
@@ -99,7 +96,7 @@ ARITHMETIC = Preparation(
 def fingerprint(example: Preparation = ARITHMETIC) -> str:
     """Hash of everything that the prepared folder depends on."""
     digest = hashlib.sha256()
-    for file in {FOLDER / "task.py": None, Path(__file__): None, example.script: None}:
+    for file in {FOLDER / "task.py": None, FOLDER / "warm-up.toml": None, Path(__file__): None, example.script: None}:
         digest.update(file.read_bytes())
     for package in MADE_WITH:
         try:
@@ -135,7 +132,6 @@ def prepare(seed: int = 0, example: Preparation = ARITHMETIC) -> None:
         write_prompts(part / f"{split}.parquet", members)
     example.make_model(part / "untrained", seed)
     warm_up(part, problems["train"], seed, example)
-    shutil.rmtree(part / "untrained")
     (part / "fingerprint.json").write_text(json.dumps({"fingerprint": fingerprint(example)}))
     shutil.rmtree(example.folder, ignore_errors=True)
     part.rename(example.folder)
@@ -177,75 +173,46 @@ def make_tokenizer() -> Any:
 
 
 def warm_up(part: Path, problems: list[task.Problem], seed: int, example: Preparation) -> None:
-    """Train on demonstrations with supervised learning, and write the policy's folder."""
-    from rl_distill.learner import LearnerOptions
-    from rl_distill.megatron.learner import MegatronLearner
-    from rl_distill.objectives import supervised_objective
+    """Train on demonstrations with `rl-sync-trainer sft`, and keep the policy of its last checkpoint.
 
-    options = LearnerOptions(
-        learning_rate=example.learning_rate,
-        warmup_steps=20,
-        decay_steps=example.steps,
-        betas=(0.9, 0.99),
-        clip_grad=1.0,
-        micro_batch_tokens=8192,
-        num_threads=2,
-    )
-    learner = MegatronLearner(part / "untrained", options)
-    hasty = demonstrations(problems, lambda problem: problem.hasty_answer)
-    scratchpad = demonstrations(problems, lambda problem: problem.scratchpad)
+    Raises:
+        RuntimeError: The training failed; it has said why.
+        KeyboardInterrupt: The user stopped it.
+    """
+    from rl_sync_trainer.main import main as trainer
+
+    write_demonstrations(part / "demonstrations.parquet", problems, seed, example)
+    changes = {
+        "run.directory": part,
+        "run.seed": seed,
+        "policy.path": part / "untrained",
+        "prompts.train": part / "demonstrations.parquet",
+        "sft.batch_size": DEMONSTRATIONS_PER_STEP,
+        "optimizer.learning_rate": example.learning_rate,
+        "optimizer.decay_steps": example.steps,
+    }
+    status = trainer(["sft", str(FOLDER / "warm-up.toml"), *(f"--{name}={value}" for name, value in changes.items())])
+    if status:
+        raise KeyboardInterrupt if status > 128 else RuntimeError(f"the warm-up ended with status {status}.")
+    (part / "warm-up" / "checkpoints" / f"step_{example.steps}" / "policy").rename(part / "policy")
+    for made in ("warm-up", "untrained"):
+        shutil.rmtree(part / made)
+
+
+def write_demonstrations(file: Path, problems: list[task.Problem], seed: int, example: Preparation) -> None:
+    """Write the demonstrations in the order of training: different problems in a step, each answered in one way."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     random = np.random.default_rng(seed)
-    started = time.perf_counter()
+    rows = []
     for step in range(1, example.steps + 1):
-        share = HASTY_SHARE * step / example.steps
-        result = learner.train_step(draw(hasty, scratchpad, share, random), supervised_objective)
-        if step % 50 == 0:
-            took = time.perf_counter() - started
-            rest = took / step * (example.steps - step)
-            say(f"  warm-up {step}/{example.steps}, loss {result.loss:.3f}, {took:.0f} s, {rest:.0f} s to go")
-    checkpoint = part / "checkpoint"
-    checkpoint.mkdir()
-    learner.save(checkpoint)
-    learner.close()
-    (checkpoint / "policy").rename(part / "policy")
-    shutil.rmtree(checkpoint)
-
-
-def demonstrations(problems: list[task.Problem], answer: Any) -> "Batch":
-    """Return all problems with one kind of answer, as trajectories that train only the answer."""
-    from rl_core import Batch, Trajectory
-
-    tokenizer = make_tokenizer()
-    end = tokenizer.eos_token_id
-    questions = tokenizer([f"{problem.question}=" for problem in problems])["input_ids"]
-    answers = tokenizer([answer(problem) for problem in problems])["input_ids"]
-    trajectories = []
-    for index, (question, response) in enumerate(zip(questions, answers, strict=True)):
-        tokens = np.asarray([*question, *response, end], dtype=np.int32)
-        trained = np.arange(len(tokens)) >= len(question)
-        trajectories.append(
-            Trajectory(
-                prompt_uid=str(index),
-                session_index=0,
-                input_ids=tokens,
-                loss_mask=trained,
-                rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
-                policy_versions=np.full(len(tokens), -1, dtype=np.int32),
-            )
-        )
-    return Batch.from_trajectories(trajectories)
-
-
-def draw(hasty: "Batch", scratchpad: "Batch", share: float, random: np.random.Generator) -> "Batch":
-    """Draw the demonstrations of one step: different problems, each answered in one of the two ways."""
-    from rl_core import Batch
-    from rl_distill.objectives import with_loss_weights
-
-    rows = random.choice(len(hasty), size=DEMONSTRATIONS_PER_STEP, replace=False)
-    is_hasty = random.random(len(rows)) < share
-    parts = [hasty.select(rows[is_hasty]), scratchpad.select(rows[~is_hasty])]
-    batch = Batch.concat([part for part in parts if len(part)])
-    return with_loss_weights(batch, aggregation="token-mean")
+        chosen = random.choice(len(problems), size=DEMONSTRATIONS_PER_STEP, replace=False)
+        is_hasty = random.random(len(chosen)) < HASTY_SHARE * step / example.steps
+        for problem, hasty in zip((problems[index] for index in chosen), is_hasty, strict=True):
+            answer = problem.hasty_answer if hasty else problem.scratchpad
+            rows.append({"prompt": f"{problem.question}=", "answer": answer})
+    pq.write_table(pa.Table.from_pylist(rows), file)
 
 
 def say(line: str) -> None:

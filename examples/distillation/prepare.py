@@ -130,8 +130,8 @@ def teach(untrained: Path, checkpoint: Path, lesson: Lesson, problems: list[Any]
         num_threads=2,
     )
     learner = MegatronLearner(untrained, options)
-    hasty = SOURCE.demonstrations(problems, lambda problem: problem.hasty_answer)
-    right = SOURCE.demonstrations(problems, lambda problem: problem.scratchpad)
+    hasty = demonstrations(problems, lambda problem: problem.hasty_answer)
+    right = demonstrations(problems, lambda problem: problem.scratchpad)
     random = np.random.default_rng(SEED)
     started = time.perf_counter()
     for step in range(1, lesson.steps + 1):
@@ -142,6 +142,31 @@ def teach(untrained: Path, checkpoint: Path, lesson: Lesson, problems: list[Any]
             say(f"  {lesson.name} {step}/{lesson.steps}, loss {result.loss:.3f}, {took:.0f} s")
     learner.save(checkpoint)
     learner.close()
+
+
+def demonstrations(problems: list[Any], answer: Any) -> Any:
+    """Return all problems with one kind of answer, as trajectories that train only the answer."""
+    from rl_core import Batch, Trajectory
+
+    tokenizer = SOURCE.make_tokenizer()
+    end = tokenizer.eos_token_id
+    questions = tokenizer([f"{problem.question}=" for problem in problems])["input_ids"]
+    answers = tokenizer([answer(problem) for problem in problems])["input_ids"]
+    trajectories = []
+    for index, (question, response) in enumerate(zip(questions, answers, strict=True)):
+        tokens = np.asarray([*question, *response, end], dtype=np.int32)
+        trained = np.arange(len(tokens)) >= len(question)
+        trajectories.append(
+            Trajectory(
+                prompt_uid=str(index),
+                session_index=0,
+                input_ids=tokens,
+                loss_mask=trained,
+                rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
+                policy_versions=np.full(len(tokens), -1, dtype=np.int32),
+            )
+        )
+    return Batch.from_trajectories(trajectories)
 
 
 def draw(hasty: Any, right: Any, share: float, random: np.random.Generator) -> Any:

@@ -144,9 +144,16 @@ class FakeModel:
     tied: Mapping[str, str] = {}
 
     def __init__(
-        self, folder: Any, options: Any, *, ranks: Any = None, backend: str = "auto", lora: Any = None
+        self,
+        folder: Any,
+        options: Any,
+        *,
+        ranks: Any = None,
+        backend: str = "auto",
+        lora: Any = None,
+        average_decay: float = 0.0,
     ) -> None:
-        self.trace.add(self.kind, Path(folder).name, options, backend, lora=lora)
+        self.trace.add(self.kind, Path(folder).name, options, backend, lora=lora, average_decay=average_decay)
         self.step = 0
 
     def reference(self) -> "FakeModel":
@@ -160,6 +167,14 @@ class FakeModel:
         found = np.concatenate([scores_of(row) for row in ids])
         return Ragged((found - shift * (ids.values % 3)).astype(np.float32), ids.offsets)
 
+    def score(self, batch: Batch, *, top_k: int, **wanted: Any) -> tuple[Ragged, Ragged, None]:
+        """Score as a teacher; the most likely tokens are the first ones of the vocabulary."""
+        ids = batch.ragged("input_ids")
+        self.trace.add(f"{self.kind} teaches", list(ids.values), top_k=top_k, **wanted)
+        named = np.concatenate([ids.values[:, None], np.tile(np.arange(top_k), (len(ids.values), 1))], 1)
+        logprobs = np.full(named.shape, -2.5, np.float32)
+        return Ragged(logprobs, ids.offsets), Ragged(named.astype(np.int32), ids.offsets), None
+
     def values(self, batch: Batch) -> Ragged:
         ids = batch.ragged("input_ids")
         return Ragged(np.full(len(ids.values), 0.25, np.float32), ids.offsets)
@@ -169,7 +184,7 @@ class FakeModel:
         columns = {name: pack.micro_batch.columns[name] for name in sorted(pack.micro_batch.columns)}
         ids = pack.micro_batch.input_ids
         scored = (-1.3 - 0.07 * (ids % 5)).float().requires_grad_()
-        self.trace.add(f"{self.kind} trains", len(batch), columns, options)
+        self.trace.add(f"{self.kind} trains", len(batch), ids, columns, options)
         loss, sums = self._loss(scored, objective, pack.micro_batch)
         self.trace.add(f"{self.kind} loss", loss.detach(), scored.grad, sorted(sums))
         self.step += 1

@@ -72,7 +72,7 @@ def record_command(
     """Run a command of a trainer in this process.
 
     Args:
-        trainer: "sync" or "async".
+        trainer: "sync", "async", or "sft" for the synchronous trainer's command of that name.
         words: The command and its arguments.
         run_folder: The run's folder, whose files are described and then removed.
         is_supervised: Run it as from a shell, with children that are killed at once.
@@ -84,7 +84,8 @@ def record_command(
     shutil.rmtree(run_folder.parent, ignore_errors=True)
     prepare()
     with _recording(trace), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        module = __import__(f"rl_{trainer}_trainer.main", fromlist=["main"])
+        app = "sync" if trainer == "sft" else trainer
+        module = __import__(f"rl_{app}_trainer.main", fromlist=["main"])
         try:
             with mock.patch.object(sys, "argv", ["trainer", *words]):
                 trace.add("status", module.main(None if is_supervised else words))

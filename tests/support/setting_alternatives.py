@@ -57,6 +57,11 @@ TWO_TEACHERS = {
     "distillation.teachers.t.data_sources": ["of_0"],
     "distillation.teachers.u.model": "{folder}/policy",
 }
+SELF = {
+    "distillation.self_teacher.model": "policy",
+    "distillation.self_teacher.prompts": '["{best_response}", "{prompt}{prompt}"]',
+    "distillation.top_k": 4,
+}
 MEGATRON = {**TEACHER, "distillation.teachers.t.engine": "megatron"}
 ROLES = {"roles.placement": "process"}
 ROLES_OF_TEACHERS = {**ROLES, **TEACHER}
@@ -243,6 +248,11 @@ ALTERNATIVES: Mapping[str, Other] = {
     "correction.floor": other(0.9999, CORRECTED),
     "correction.reject": other("{ token_k1 = [0.99, 1.01] }", algorithm__old_logprobs="recompute"),
     "distillation.teachers": other("{}", TEACHER),
+    "distillation.self_teacher": other('{ model = "average" }', distillation__loss="k1"),
+    "distillation.self_teacher.model": other("reference", SELF),
+    "distillation.self_teacher.prompts": other('["{prompt}{prompt}"]', SELF),
+    "distillation.self_teacher.min_reward": other(2.0, SELF),
+    "distillation.self_teacher.average_decay": other(0.5, SELF, {"distillation.self_teacher.model": "average"}),
     "distillation.default_teacher": other("u", TEACHERS),
     "distillation.route_by": other("level", TEACHERS),
     "distillation.loss": other("reverse_kl", TEACHER),
@@ -297,6 +307,10 @@ ALTERNATIVES: Mapping[str, Other] = {
     "cluster.ray_address": other("host:6379", RAY_RANKS, cluster__gpus_per_rank=0),
     "cluster.start_deadline_s": other(300.0, RANKS),
     "cluster.call_deadline_s": other(300.0, RANKS),
+    "sft.columns": other(["prompt", "answer"]),
+    "sft.batch_size": other(3),
+    "sft.epochs": other(2),
+    "sft.shuffle": other(False),
     "weights.transport": other("tcp", PROCESS),
     "weights.host": other("127.0.0.2", NETWORK),
     "weights.bucket_mib": other(16, NETWORK),
@@ -343,3 +357,8 @@ ALTERNATIVES: Mapping[str, Other] = {
         )
     },
 }
+
+OF_SFT: Mapping[str, Other] = {
+    "trainer.target.stop": other(True, TWO_STEPS, trainer__target__value=100.0),
+}
+"""Rows in place of these for supervised training."""

@@ -8,6 +8,9 @@ from typing import Any
 
 from tiny_run import example_module, make_tiny_policy
 
+from rl_sync_trainer.sft.settings import SftSettings
+from rl_trainer_parts.settings.fields import setting_fields
+
 BASE: Mapping[str, Any] = {
     "run.directory": "{folder}/runs",
     "policy.path": "{folder}/policy",
@@ -25,6 +28,7 @@ BASE: Mapping[str, Any] = {
     "trainer.checkpoint_every": 1,
     "metrics.console": "lines",
 }
+OF_SFT: Mapping[str, Any] = {"sft.columns": ["prompt", "text"], "sft.batch_size": 2}
 OF_ASYNC: Mapping[str, Any] = {"roles.placement": "inline", "schedule.max_staleness": 0}
 
 REWARD = '''"""Rewards that depend on the response, and others."""
@@ -118,8 +122,10 @@ def write_prompts(path: Path, count: int, *, without: Sequence[str] = (), longes
 
 
 def words_of(trainer: str, folder: Path, changes: Mapping[str, Any], verb: str = "train") -> list[str]:
-    """Return a command with settings."""
-    chosen = {**BASE, **(OF_ASYNC if trainer == "async" else {}), **changes}
+    """Return a command with settings; "sft" is a command of the synchronous trainer."""
+    base = {name: value for name, value in BASE.items() if trainer != "sft" or name in setting_fields(SftSettings)}
+    verb = "sft" if trainer == "sft" else verb
+    chosen = {**base, **{"async": OF_ASYNC, "sft": OF_SFT}.get(trainer, {}), **changes}
     return [verb, *(f"--{name}={written(value, folder)}" for name, value in chosen.items())]
 
 

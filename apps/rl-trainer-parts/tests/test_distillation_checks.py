@@ -13,6 +13,7 @@ from rl_core import Prompt
 from rl_core.errors import DataError, SettingsError
 from rl_trainer_parts.checks.all_checks import check_settings
 from rl_trainer_parts.checks.distillation import check_teachers
+from rl_trainer_parts.checks.unused import unused_settings
 from rl_trainer_parts.commands.plan import describe_plan
 from rl_trainer_parts.settings.schema import Settings
 from rl_trainer_parts.settings.sources import build_settings
@@ -241,3 +242,69 @@ def test_the_plan_shows_teachers_with_sources_places_and_memory(folder: Path) ->
     assert f"{folder / 'large'}, for data_source 'math' and all others" in text
     assert "distils    forward_kl of the top 8 tokens, with a bucket for the rest, as a loss; no task rewards" in text
     assert "teacher    large: 2 x 0.24 MiB weights + 1 GiB KV cache (on a CPU), for " in text
+
+
+OWN = {"model": "policy", "prompts": ["{hint}{prompt}"]}
+
+
+def own_problems(folder: Path, changes: dict[str, Any] | None = None, **own: Any) -> list[str]:
+    """Return the problems of a policy that is its own teacher."""
+    values = {"distillation.teachers": {}, "distillation.self_teacher": {**OWN, **own}, **(changes or {})}
+    return problems(folder, values)
+
+
+def test_a_policy_can_be_its_own_teacher(folder: Path) -> None:
+    assert own_problems(folder) == own_problems(folder, model="average", prompts=[]) == []
+    assert own_problems(folder, {"rollout.group_size": 1, "distillation.temperature": 0.5}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "own", "message"),
+    [
+        ({}, {"prompts": []}, 'self_teacher.model = "policy" needs self_teacher.prompts'),
+        ({"distillation.texts": "a"}, {}, 'self_teacher.model = "policy" scores all trajectories with the learner'),
+        ({"distillation.cache": "a"}, {}, "with the learner; omit cache"),
+        ({"distillation.other_tokenizer": "align"}, {}, "with the learner; omit other_tokenizer"),
+        ({"distillation.default_teacher": "a"}, {}, "with the learner; omit default_teacher"),
+        ({"distillation.teachers": {"a": {"model": "b"}}}, {}, "with the learner; omit teachers"),
+        ({"distillation.loss": "nll"}, {}, 'loss = "nll" imitates texts and needs no teacher'),
+        ({"distillation.top_k": 33}, {}, "distillation.top_k = 33 exceeds the policy's 32 tokens"),
+        ({"rollout.loop": "tools"}, {}, 'rollout.loop = "tools" renders prompts itself'),
+        ({}, {"average_decay": 1}, "distillation.self_teacher.average_decay must be below 1; found 1"),
+        ({"rollout.temperature": 0.7, "distillation.loss": "k3"}, {}, "must be rollout.temperature = 0.7"),
+    ],
+)  # fmt: skip
+def test_what_a_policy_cannot_teach_itself_is_refused_by_name(
+    folder: Path, changes: dict[str, Any], own: dict[str, Any], message: str
+) -> None:
+    found = own_problems(folder, changes, **own)
+    assert any(message in problem for problem in found), found
+
+
+def test_options_of_a_teacher_that_is_off_are_refused_or_noted(folder: Path) -> None:
+    (problem,) = own_problems(folder, {"distillation.top_k": 64}, model=None)
+    assert "self_teacher = " in problem
+    assert "has no effect, since distillation is off" in problem
+    for own, expected in {
+        ("average_decay", 0.5): "distillation.self_teacher.average_decay has no effect with distillation.self_teacher",
+        ("model", "average"): "distillation.deadline_s has no effect with distillation.self_teacher.model = ",
+    }.items():
+        values = {"distillation.teachers": {}, "distillation.deadline_s": 5.0}
+        settings = settings_with(folder, values | {"distillation.self_teacher": {**OWN, own[0]: own[1]}})
+        assert any(expected in line for line in unused_settings(settings))
+    beside = settings_with(folder, {"distillation.self_teacher": {"prompts": ["a"]}})
+    assert any("self_teacher.prompts has no effect without" in line for line in unused_settings(beside))
+
+
+def test_the_plan_shows_a_policy_that_teaches_itself(folder: Path) -> None:
+    changes = {"distillation.teachers": {}, "distillation.self_teacher": {**OWN, "model": "average"}}
+    text = describe_plan(settings_with(folder, changes), invented_inputs(train=64))
+    assert "teacher    the learner's average (decay 0.95), under '{hint}{prompt}'" in text
+    assert "distils    forward_kl of the top 8 tokens, with a bucket for the rest, as a loss; no task rewards" in text
+    assert "average    0.24 MiB in float32 over all ranks" in text
+    text = describe_plan(
+        settings_with(folder, {**changes, "distillation.self_teacher": {"model": "reference"}}),
+        invented_inputs(train=64),
+    )
+    assert "teacher    the learner's reference, under the policy's prompts" in text
+    assert "reference  0.24 MiB (weights)" in text

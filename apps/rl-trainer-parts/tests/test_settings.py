@@ -347,7 +347,7 @@ def test_sections_are_small() -> None:
     for name in setting_fields():
         section = name.partition(".")[0]
         sizes[section] = sizes.get(section, 0) + 1
-    assert sizes.pop("distillation") <= 19, "what it compares, with which teachers, and off policy"
+    assert sizes.pop("distillation") <= 24, "what it compares, with which teachers or itself, and off policy"
     assert sizes.pop("optimizer") <= 24, "Adam or Muon, and how a GPU's time and memory are spent"
     assert sizes.pop("trainer") <= 19, "the loop, and what validation should reach"
     assert sizes.pop("vllm") <= 19, "an engine's options, four of which a trainer sets itself"

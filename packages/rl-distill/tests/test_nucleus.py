@@ -17,7 +17,7 @@ from rl_core.errors import ShapeError
 from rl_distill.learner import MetricSums, MicroBatch
 from rl_distill.megatron.learner import MegatronLearner
 from rl_distill.objectives.vocabulary import nucleus_logprobs
-from rl_distill.options import AdamOptions, LearnerOptions, ParallelOptions
+from rl_distill.options import AdamOptions, LearnerOptions, LoraOptions, ParallelOptions
 
 MakeBatch = Callable[..., Batch]
 LENGTHS = (7, 3, 12, 3, 5, 1, 9)
@@ -120,6 +120,15 @@ def test_losses_gradients_and_tokens_are_those_of_transformers(
         ):
             np.testing.assert_allclose(column[index], wanted.numpy(), rtol=0, atol=3e-6)
     assert_same_gradients(found, gradients)
+    learner.close()
+
+
+def test_the_base_under_an_adapter_scores_among_the_kept_tokens_too(tied_policy: Path, make_batch: MakeBatch) -> None:
+    batch = truncated(make_batch)
+    learner = MegatronLearner(tied_policy, OPTIONS, lora=LoraOptions(rank=2))
+    wanted = learner.logprobs(batch, temperature=TEMPERATURE)  # an adapter starts as no change
+    found = learner.reference().logprobs(batch, temperature=TEMPERATURE)
+    np.testing.assert_allclose(found.values, wanted.values, rtol=0, atol=1e-6)
     learner.close()
 
 

@@ -1,10 +1,13 @@
-"""Fixtures of the engines' tests: tiny models, and one vLLM engine per module."""
+"""Fixtures: tiny models, one vLLM engine per module, and a server for rewards."""
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import random
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,3 +143,49 @@ def started_vllm(tied_model_dir: Path, learner_process_group: None) -> Iterator[
 @pytest.fixture
 def vllm_engine(started_vllm: StartedEngine) -> VLLMEngine:
     return started_vllm.engine
+
+
+class Service:
+    """A real HTTP server that returns `answers` in order, and repeats the last."""
+
+    def __init__(self) -> None:
+        self.answers = [(200, {}, b"1.0")]
+        self.requests = []
+        self.paths = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["content-length"]))
+                service.requests.append((dict(self.headers), json.loads(body)))
+                service.paths.append(self.path)
+                answer = service.answers.pop(0) if len(service.answers) > 1 else service.answers[0]
+                status, headers, content = answer() if callable(answer) else answer
+                with contextlib.suppress(ConnectionError):
+                    if status is None:
+                        self.connection.close()
+                        return
+                    self.send_response(status)
+                    for name, value in headers.items():
+                        self.send_header(name, value)
+                    self.send_header("content-length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
+
+            def log_message(self, *_given):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    service = Service()
+    yield service
+    service.close()

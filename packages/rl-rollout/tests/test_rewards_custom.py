@@ -1,8 +1,9 @@
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_rollout.rewards import RewardScorer, exact_match, resolve_reward
+from rl_rollout.rewards import RewardScorer, resolve_reward
 from rl_rollout.rewards.registry import check_callable
+from rl_rollout.rewards.rules import ExactMatch
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_an_import_that_raises_shows_its_traceback(tmp_path, body, message):
 
 
 def test_names_of_the_registry():
-    assert resolve_reward("exact_match") is exact_match
+    assert isinstance(resolve_reward("exact_match"), ExactMatch)
     with pytest.raises(SettingsError, match=r"unknown reward function 'exact_mach'\. Did you mean 'exact_match'\?"):
         resolve_reward("exact_mach")
 

@@ -1,9 +1,7 @@
 import asyncio
-import contextlib
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -21,50 +19,6 @@ GIVEN = RewardInput(
     ground_truth="18",
     columns={"level": np.int64(3)},
 )
-
-
-class Service:
-    """A real server that returns `answers` in order, and repeats the last."""
-
-    def __init__(self):
-        self.answers = [(200, {}, b"1.0")]
-        self.requests = []
-        service = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["content-length"]))
-                service.requests.append((dict(self.headers), json.loads(body)))
-                answer = service.answers.pop(0) if len(service.answers) > 1 else service.answers[0]
-                status, headers, content = answer() if callable(answer) else answer
-                with contextlib.suppress(ConnectionError):
-                    if status is None:
-                        self.connection.close()
-                        return
-                    self.send_response(status)
-                    for name, value in headers.items():
-                        self.send_header(name, value)
-                    self.send_header("content-length", str(len(content)))
-                    self.end_headers()
-                    self.wfile.write(content)
-
-            def log_message(self, *_given):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-@pytest.fixture
-def service():
-    service = Service()
-    yield service
-    service.close()
 
 
 def reward_of(service, **options):
@@ -193,8 +147,7 @@ def test_a_service_that_hangs_is_given_up(service):
     released.set()
 
 
-def test_a_service_that_is_not_there_is_named():
-    service = Service()
+def test_a_service_that_is_not_there_is_named(service):
     service.close()
     with pytest.raises(ConnectionError, match=r"cannot be reached \(ConnectError.*; tried 2 times"):
         ask(service, retries=1)

@@ -169,7 +169,7 @@ def test_an_aborted_answer_is_no_score():
     engine = Aborting(lambda _request, _index: encode("5"))
     asyncio.run(engine.start())
     model = JudgeModel(engine=engine, encode=encode, decode=decode)
-    with pytest.raises(RuntimeError, match="aborted after 1 tokens"):
+    with pytest.raises(RuntimeError, match="aborted after 1 characters"):
         asyncio.run(resolve_reward("judge", {"template": TEMPLATE, "high": 10.0}, parts={"model": model})(given()))
 
 

@@ -68,6 +68,19 @@ def test_answers(verify, text, ground_truth, reward):
     assert result.components == {"accuracy": reward, "math_verify_timed_out": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("text", "votes"),
+    [
+        (r"so it is \boxed{19}", {"pred": "19"}),
+        ("The answer is $19$.", {"pred": "19"}),
+        ("no idea", {}),
+        (r"\boxed{" + "x + " * 100 + "1}", {}),
+    ],
+)
+def test_answers_vote_for_a_majority(verify, text, votes):
+    assert score(verify, text, "18").extras == votes
+
+
 def test_it_works_outside_the_main_thread(verify):
     results = []
     thread = threading.Thread(target=lambda: results.append(score(verify, r"\boxed{\frac{2}{4}}", "0.5")))

@@ -82,8 +82,8 @@ def test_impossible_options_of_a_function_are_refused_by_name(reward_file, name,
 
 
 def test_built_in_functions_refuse_unknown_options():
-    with pytest.raises(SettingsError, match=r"'exact_match' has no option 'case'\. Known: none"):
-        resolve_reward("exact_match", {"case": True})
+    with pytest.raises(SettingsError, match=r"'exact_match' has no option 'tags'\. .*Known: ignore_case, tag"):
+        resolve_reward("exact_match", {"tags": "answer"})
     with pytest.raises(SettingsError, match="'overlong' needs the option 'buffer_tokens'"):
         resolve_reward("overlong", {"max_tokens": 3})
 

@@ -5,6 +5,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
+from rl_core.errors import DataError
 from rl_rollout.rewards import RewardInput, exact_match, last_boxed, last_number, number_match
 from rl_rollout.rewards.answers import final_answer, opens_thinking
 from rl_rollout.rewards.math_notation import plain_math
@@ -213,4 +214,5 @@ def test_number_match():
     assert number_match(response("it is 1,018", "1018")) == 1.0
     assert number_match(response("18 or 19", "18")) == 0.0
     assert number_match(response("no idea", "18")) == 0.0
-    assert number_match(response("no idea", "no number")) == 0.0
+    with pytest.raises(DataError, match=r"must have a number for number_match; found 'one half'\. Repair the row"):
+        number_match(response("no idea", "one half"))

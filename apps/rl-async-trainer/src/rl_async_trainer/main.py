@@ -21,7 +21,7 @@ TRAIN = """\
   train SETTINGS.toml [--resume] [--dry-run] [--best] [--replay RUN] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
       --replay trains on the groups of a recorded run in the same steps, from its skip cache if it has one.
-      --best starts from the best checkpoint of the run in policy.path."""
+      policy.path may be a run, whose newest checkpoint is used; --best uses its best one."""
 OTHERS = """\
   status RUN
       Show what a live run is doing: its roles, groups in flight and ready, and policy versions.

@@ -171,6 +171,7 @@ class ServiceSettings(BaseModel):
     command: ClassVar[str] = "serve"
     notes: ClassVar[str] = NOTES
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = ()
+    left_out: ClassVar[tuple[str, ...]] = ()
 
     policy: ServedPolicy
     server: ServerSettings = Field(default_factory=ServerSettings)

@@ -1,9 +1,9 @@
-"""The command line: new, check-machine, check-model, train, validate, export."""
+"""The command line: new, check-machine, check-model, sft, train, validate, export."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_trainer_parts.commands.command_line import USAGE, run_program, train_command
+from rl_trainer_parts.commands.command_line import HELP, USAGE, explain, run_program, train_command
 
 if TYPE_CHECKING:
     from rl_metrics.trackers import ConsoleTracker
@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 NAME = "rl-sync-trainer"
 TRAIN = """\
+  sft SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]
+      Train on demonstrations, such as before `train`. `sft --help` explains its settings.
   train SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]
       Train. --resume continues the run in the folder; --dry-run checks everything, prints the plan and exits.
-      --best starts from the best checkpoint of the run in policy.path."""
+      policy.path may be a run, whose newest checkpoint is used; --best uses its best one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    usage = USAGE.format(program=NAME, train=TRAIN, others="")
-    return run_program(arguments, name=NAME, usage=usage, commands={"train": train}, settings=_settings_class)
+    usage, commands = USAGE.format(program=NAME, train=TRAIN, others=""), {"train": train, "sft": sft}
+    return run_program(arguments, name=NAME, usage=usage, commands=commands, settings=_settings_class)
 
 
 def _settings_class() -> "type[Settings]":
@@ -45,6 +47,23 @@ def _trainer(_: "Settings") -> dict[str, Any]:
         return await TrainingRun(settings, inputs, folder, console).run()
 
     return {"describe": describe_plan, "launch": launch}
+
+
+def sft(words: list[str]) -> int:
+    """`sft SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]`."""
+    from rl_sync_trainer.sft.settings import SftSettings
+
+    if asked := [index for index, word in enumerate(words) if word in HELP]:
+        return explain(words[asked[0] + 1 :], usage=TRAIN, settings=lambda: SftSettings)
+    return train_command(words, program=NAME, kind=SftSettings, trainer=_sft_trainer)
+
+
+def _sft_trainer(_: Any) -> dict[str, Any]:
+    from rl_sync_trainer.sft.demonstrations import check_sft
+    from rl_sync_trainer.sft.training_run import SftRun
+
+    describe = lambda _settings, _inputs, lines: "\n".join(lines)
+    return {"check": check_sft, "describe": describe, "launch": lambda *parts: SftRun(*parts).run()}
 
 
 if __name__ == "__main__":

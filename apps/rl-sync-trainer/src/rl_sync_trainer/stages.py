@@ -52,6 +52,7 @@ from rl_trainer_parts.rollouts.setup import (
     text_options,
 )
 from rl_trainer_parts.rollouts.skip_cache import record_replay
+from rl_trainer_parts.rollouts.teacher_prompts import TeacherPrompts
 
 OnGroups = Callable[[Sequence[GroupResult]], None]
 
@@ -145,7 +146,8 @@ async def collect_rollouts(parts: Parts, recorder: Recorder, *, step: int) -> in
     """
     num_prompts = parts.settings.rollout.prompts_per_step
     feed = StepFeed(parts, recorder, step=step)
-    put = partial(put_trajectories, parts.queue, parts.settings)
+    prompts = TeacherPrompts.of(parts.settings, parts.inputs.tokenizer)
+    put = lambda pairs: put_trajectories(parts.queue, parts.settings, prompts.added(pairs))
     if not parts.settings.dynamic_sampling.filter:
         groups = await feed.run(
             parts.source.next(num_prompts), on_groups=lambda settled: settle(parts.queue, settled, put=put)

@@ -2,7 +2,9 @@
 
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rl_core import InProcessQueue
 from rl_core.terminal_text import counted
@@ -29,17 +31,51 @@ from rl_trainer_parts.run.stopping import StopRequestedError, StopSignal
 from rl_trainer_parts.settings.schema import Settings
 
 
-class TrainingRun:
-    """One launch of a run, in a folder that this process has locked."""
+class LearnerRun:
+    """One launch of a run that trains a policy, in a folder that this process has locked."""
 
-    def __init__(self, settings: Settings, inputs: Inputs, folder: RunFolder, console: ConsoleTracker) -> None:
+    def __init__(self, settings: Settings, inputs: Any, folder: RunFolder, console: ConsoleTracker) -> None:
         """Set the parameters; models load in `run`."""
         self._settings = settings
-        self._inputs = inputs
+        self._inputs: Any = inputs
         self._folder = folder
         self._console = console
         self._state = TrainerState()
         self._lifecycle = RunLifecycle(settings, folder, console, inputs.tokenizer)
+
+    def _start_learners(self, stack: AsyncExitStack, checkpoint: Path | None) -> Learners:
+        settings, console = self._settings, self._console
+        with console.phase(f"starting {learner_name(settings)} learner"):
+            # Built from the initial policy, whose tokenizer every checkpoint copies; the checkpoint may be pruned.
+            learners = start_learners(settings, log_directory=self._folder.path / "logs")
+            stack.callback(learners.close)
+            stack.callback(self._lifecycle.store.close)
+            if checkpoint is not None:
+                learners.load(checkpoint)
+        console.say(f"learner: {describe_parameters(settings, learners.policy.num_parameters)}")
+        return learners
+
+    def _save(self, state: TrainerState, learners: Learners) -> None:
+        in_background = self._settings.trainer.background_checkpoints
+        content = asdict(replace(state, wall_s=self._lifecycle.wall_s))
+        write = partial(learners.save, in_background=in_background)
+        self._lifecycle.store.begin(state.step, content, write, also_keep=self._lifecycle.goal.kept)
+        if not in_background:
+            self._lifecycle.store.wait()
+
+    def _save_stopped(self, learners: Learners) -> None:
+        self._lifecycle.store.wait()
+        if self._state.step in self._lifecycle.store.steps():
+            return
+        with self._console.phase(f"stopping: writing a checkpoint of step {self._state.step}"):
+            self._save(self._state, learners)
+            self._lifecycle.store.wait()
+
+
+class TrainingRun(LearnerRun):
+    """One launch of a run with rollouts."""
+
+    _inputs: Inputs
 
     async def run(self) -> int:
         """Train until the last step or a signal; return the exit status. See `RunLifecycle.launch`."""
@@ -80,18 +116,6 @@ class TrainingRun:
         except StopRequestedError:
             self._save_stopped(learners)
             raise
-
-    def _start_learners(self, stack: AsyncExitStack, checkpoint: Path | None) -> Learners:
-        settings, console = self._settings, self._console
-        with console.phase(f"starting {learner_name(settings)} learner"):
-            # Built from the initial policy, whose tokenizer every checkpoint copies; the checkpoint may be pruned.
-            learners = start_learners(settings, log_directory=self._folder.path / "logs")
-            stack.callback(learners.close)
-            stack.callback(self._lifecycle.store.close)
-            if checkpoint is not None:
-                learners.load(checkpoint)
-        console.say(f"learner: {describe_parameters(settings, learners.policy.num_parameters)}")
-        return learners
 
     async def _start_teachers(
         self, stack: AsyncExitStack, learners: Learners, stop: StopSignal
@@ -145,23 +169,3 @@ class TrainingRun:
 
     def _keep_state(self, state: TrainerState) -> None:
         self._state = state
-
-    def _save(self, state: TrainerState, learners: Learners) -> None:
-        in_background = self._settings.trainer.background_checkpoints
-        content = asdict(replace(state, wall_s=self._lifecycle.wall_s))
-        self._lifecycle.store.begin(
-            state.step,
-            content,
-            lambda folder: learners.save(folder, in_background=in_background),
-            also_keep=self._lifecycle.goal.kept,
-        )
-        if not in_background:
-            self._lifecycle.store.wait()
-
-    def _save_stopped(self, learners: Learners) -> None:
-        self._lifecycle.store.wait()
-        if self._state.step in self._lifecycle.store.steps():
-            return
-        with self._console.phase(f"stopping: writing a checkpoint of step {self._state.step}"):
-            self._save(self._state, learners)
-            self._lifecycle.store.wait()

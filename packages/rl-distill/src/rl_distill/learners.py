@@ -29,6 +29,7 @@ from rl_distill.background import saved_together
 from rl_distill.learner import AdapterLearner, Critic, Learner, PendingSave, RankedLearner, Scorer
 from rl_distill.options import LoraOptions
 from rl_distill.products import chosen_products
+from rl_distill.teacher.self_teaching import ScoreTokens
 
 __all__ = ["Learners", "chosen_products"]
 
@@ -41,13 +42,14 @@ class Learners:
 
     Attributes:
         policy: The trained policy.
-        reference: Frozen copy of the initial policy; None if no KL term needs it.
+        reference: Frozen copy of the initial policy; None if neither a KL term nor the teacher needs it.
         critic: Estimates values; None if the advantage estimator does not use them.
         close: Closes the models and their ranks.
         stacks: Returns the current stack of each rank that has its own process, within the given seconds. Thread-safe.
         check_alive: Calls each rank, and raises an error if one died.
         gpu_use: Returns the use of each rank's GPU since the last call; by default, of this process's.
         lora: The policy's adapter and what engines receive of it; rank 0 if all weights are trained.
+        self_teacher: `score` of the policy, its average or its reference; None if the policy does not teach itself.
     """
 
     policy: Learner
@@ -58,6 +60,7 @@ class Learners:
     check_alive: Callable[[], None] = lambda: None
     gpu_use: Callable[[], list[GpuUse]] = lambda: own_gpu_use("learner")
     lora: LoraOptions = field(default_factory=LoraOptions)
+    self_teacher: ScoreTokens | None = None
     _base: dict[str, TensorDigest] = field(default_factory=dict, init=False, repr=False)
 
     @converts_arguments

@@ -26,7 +26,7 @@ __all__ = [
     "validations_of",
 ]
 
-SECTIONS = ("val-core/", "val-aux/")
+SECTIONS = ("val-core/", "val-aux/", "sft/validation_")
 MAIN = "validation (mean of val-core/*/mean@N)"
 EXACT = "validation/is_exact"
 """1 if every token of a validation is from exactly its step's weights; asynchronous runs record it."""

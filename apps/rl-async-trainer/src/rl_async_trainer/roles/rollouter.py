@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from rl_trainer_parts.rollouts.evaluation import answer_problems
 from rl_trainer_parts.rollouts.inputs import read_tokenizer
 from rl_trainer_parts.rollouts.setup import open_rollout, put_trajectories, sampling_params
 from rl_trainer_parts.rollouts.skip_cache import groupwise_cache
+from rl_trainer_parts.rollouts.teacher_prompts import TeacherPrompts
 
 FAILED_STEPS = 2
 """Consecutive failed groups that stop a run, in steps; on policy, one step whose groups all fail stops it too."""
@@ -68,7 +68,7 @@ class RunRollouter(Rollouter):
             deadline_s=settings.rollout.deadline_s,
             max_failures=FAILED_STEPS * settings.rollout.prompts_per_step,
         )
-        super().__init__(queue, options, put=partial(put_trajectories, queue, settings))
+        super().__init__(queue, options)
         self._settings = settings
         self._log_directory = log_directory
         self._prompts_digest = prompts_digest
@@ -84,6 +84,8 @@ class RunRollouter(Rollouter):
         """
         settings = self._settings
         tokenizer = read_tokenizer(settings)
+        prompts = TeacherPrompts.of(settings, tokenizer)
+        self.put = lambda pairs: put_trajectories(self.queue, settings, prompts.added(pairs))
         self.refusals = make_refusals(settings)
         self.engine = self.make_engine()
         await start_within(self.engine, settings)

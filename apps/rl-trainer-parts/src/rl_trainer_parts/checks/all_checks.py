@@ -18,7 +18,7 @@ from rl_trainer_parts.checks.distillation import distillation_problems, teacher_
 from rl_trainer_parts.checks.model_folder import check_policy_folder, missing_path
 from rl_trainer_parts.checks.models import image_problems, lora_problems
 from rl_trainer_parts.learning.mixtures import model_config
-from rl_trainer_parts.settings.fields import problems_of, with_value
+from rl_trainer_parts.settings.fields import problems_of, setting_fields, with_value
 from rl_trainer_parts.settings.other_names import value_hint
 from rl_trainer_parts.settings.schema import LEVELS, Settings
 
@@ -75,7 +75,8 @@ SHOWN_NAMES = ("run.name", "metrics.wandb_project", "metrics.mlflow_experiment")
 
 
 def _options(settings: Settings) -> Iterator[str]:
-    for name in ("optimizer", "reward", "rollout_cache", "trainer.target"):
+    names = ("optimizer", "reward", "rollout_cache", "trainer.target")
+    for name in (name for name in names if f"{name}." not in settings.left_out):
         yield from (f"{name}.{problem}" for problem in attrgetter(name)(settings).problems())
     yield from _rollout_cache(settings)
     if group_filter := settings.dynamic_sampling.filter:
@@ -140,18 +141,16 @@ def _without_validation(settings: Settings) -> Iterator[str]:
 
 def _lengths(settings: Settings) -> Iterator[str]:
     """Problems of trajectories that exceed the model's positions or the engine's context."""
-    policy, prompts, rollout = settings.policy, settings.prompts, settings.rollout
-    longest = prompts.max_tokens + rollout.max_response_tokens
+    policy, names = settings.policy, ("prompts.max_tokens", "rollout.max_response_tokens")
+    parts = [name for name in names if name in setting_fields(type(settings))]
+    longest = sum(attrgetter(name)(settings) for name in parts)
     limits = {"vllm.max_model_len": settings.vllm.max_model_len}
     with contextlib.suppress(RLError):  # other checks report a broken config.json
         limits["the model's positions"] = model_config(policy.path, policy.backend).max_position_embeddings
     for name, limit in limits.items():
         if limit is not None and longest > limit:
-            yield (
-                f"{with_value(settings, 'prompts.max_tokens')} and "
-                f"{with_value(settings, 'rollout.max_response_tokens')} add up to {longest} tokens, more than {name} = "
-                f"{limit}. Lower one of them."
-            )
+            added = " and ".join(with_value(settings, part) for part in parts)
+            yield f"{added} add up to {longest} tokens, more than {name} = {limit}. Lower one of them."
 
 
 def _arithmetic(settings: Settings) -> Iterator[str]:

@@ -25,6 +25,7 @@ from rl_trainer_parts.learning.start_learners import rank_pool
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.rollouts.engines import replica_pool
 from rl_trainer_parts.rollouts.setup import text_options
+from rl_trainer_parts.rollouts.teacher_prompts import TeacherPrompts
 from rl_trainer_parts.settings.fields import problems_of, with_value
 from rl_trainer_parts.settings.schema import Settings
 
@@ -47,6 +48,11 @@ def distillation_problems(settings: Settings) -> Iterator[str]:
         )
     yield from _unused(settings)
     yield from _texts(settings)
+    if chosen.self_teacher.prompts and settings.rollout.loop in OWN_PROMPTS:
+        yield (
+            f'rollout.loop = "{settings.rollout.loop}" renders prompts itself, so '
+            'distillation.self_teacher.prompts cannot replace them. Use "single_turn", or omit prompts.'
+        )
     if not found:
         yield from _pools(settings)
 
@@ -101,6 +107,10 @@ def _texts(settings: Settings) -> Iterator[str]:
         yield f'{column} needs algorithm.old_logprobs = "rollout"; found "recompute".'
 
 
+OWN_PROMPTS = ("tools", "agent", "verifiers")
+"""Loops that render prompts themselves."""
+
+
 def _pools(settings: Settings) -> Iterator[str]:
     """Problems of teachers for which this machine lacks resources; Ray checks those of a joined cluster."""
     there, before = machine_shares(), list[str]()
@@ -141,6 +151,9 @@ def teacher_files(settings: Settings) -> Iterator[str]:
     student = None
     with contextlib.suppress(SettingsError, DataError, OSError, ValueError):  # other checks report it
         student = model_config(settings.policy.path)
+    chosen = settings.distillation
+    if chosen.self_teacher.model is not None and student is not None and chosen.num_top > student.vocab_size:
+        yield f"distillation.top_k = {chosen.num_top} exceeds the policy's {student.vocab_size} tokens. Lower it."
     for name, teacher in settings.distillation.teachers.items():
         setting = f"distillation.teachers.{name}"
         found = list(check_policy_folder(teacher.model, setting=f"{setting}.model", file=settings.file))
@@ -190,7 +203,7 @@ def _vocabulary(settings: Settings, config: PolicyConfig, student: PolicyConfig 
 
 
 def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iterable[Prompt]) -> None:
-    """Check that teachers' tokenizers, routes and texts fit the run.
+    """Check that teachers' tokenizers, routes, prompts and texts fit the run.
 
     Args:
         settings: Settings that passed `check_settings`.
@@ -199,12 +212,13 @@ def check_teachers(settings: Settings, tokenizer: PromptTokenizer, prompts: Iter
 
     Raises:
         SettingsError: Each line names a teacher, or a route without a teacher.
-        DataError: A prompt lacks its text, or all are too long.
+        DataError: A prompt lacks its text or a column, or texts are too long.
     """
     chosen = settings.distillation
     texts = text_options(settings, tokenizer)
     if texts is not None:
         count_texts(prompts, texts, encode=partial(tokenizer.encode, add_special_tokens=False))
+    TeacherPrompts.of(settings, tokenizer).check(prompts)
     if not chosen.teachers:
         return
     found: list[str] = []

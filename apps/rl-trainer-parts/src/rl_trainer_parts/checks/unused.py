@@ -44,6 +44,9 @@ def unused_with(setting: str, values: list[object], *names: str) -> Unused:
 _SHARED = {one.name for one in fields(TransformersOptions)}
 _VLLM_ALONE = [f"vllm.{one.name}" for one in fields(VLLMOptions) if one.name not in _SHARED]
 
+_SELF = "distillation.self_teacher."
+_OF_TEACHERS = ("distillation.route_by", "distillation.deadline_s", "distillation.start_deadline_s")
+
 RULES = (
     Unused(names=("critic.",), when=lambda s: not needs_critic(s), because='without algorithm.advantage = "gae"'),
     unused_with("correction.weights", ["none"], "correction.cap", "correction.floor"),
@@ -71,14 +74,14 @@ RULES = (
         because="without retries: reward.on_failure and reward.retries",
     ),
     Unused(
-        names=("rollout.rescored_share",),
-        when=lambda s: (s.rollout.temperature, s.rollout.top_p, s.rollout.top_k) != (1, 1, None),
-        because="with a rollout.temperature, top_p or top_k that changes the distribution",
-    ),
-    Unused(
         names=("rollout.mask_truncated",),
         when=lambda s: s.distillation.texts is not None,
         because="with distillation.texts, which no limit cuts",
+    ),
+    Unused(
+        names=("rollout.rescored_share",),
+        when=lambda s: (s.rollout.temperature, s.rollout.top_p, s.rollout.top_k) != (1, 1, None),
+        because="with a rollout.temperature, top_p or top_k that changes the distribution",
     ),
     unused_with("rollout.offload_engine", [False], "rollout.offload_keeps_weights"),
     unused_with("optimizer.decay_steps", [None], "optimizer.decay", "optimizer.min_learning_rate"),
@@ -120,6 +123,9 @@ RULES = (
         when=lambda s: s.distillation.is_on and s.distillation.loss != "js",
         because='unless distillation.loss = "js"',
     ),
+    unused_with(f"{_SELF}model", [None], f"{_SELF}prompts", f"{_SELF}min_reward", f"{_SELF}average_decay"),
+    unused_with(f"{_SELF}model", ["policy", "reference"], f"{_SELF}average_decay"),
+    unused_with(f"{_SELF}model", ["policy", "reference", "average"], *_OF_TEACHERS),
     Unused(
         names=("distillation.tail", "distillation.top_k"),
         when=lambda s: s.distillation.is_on and not s.distillation.num_top,

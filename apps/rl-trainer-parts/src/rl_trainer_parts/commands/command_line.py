@@ -46,8 +46,8 @@ USAGE = """usage: {program} COMMAND ...
 {train}
   train --help [SECTION]
       Explain every setting, or those of one section.
-  validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]
-      Evaluate a Hugging Face folder, a checkpoint, or a run's best one on the validation and test problems.
+  validate SETTINGS.toml [--policy FOLDER] [--policy OTHER] [--best] [--data [NAME=]FILE ...] [--json FILE] [...]
+      Evaluate a Hugging Face folder or a run, or compare two, on the validation and test problems or on other files.
 {others}  export CHECKPOINT FOLDER [--best] [--merge | --adapter] [--base FOLDER]
       Write the policy of a checkpoint as a Hugging Face folder; for a run folder, that of its newest checkpoint, or
       with --best of its best validated one. A LoRA adapter is merged into its base, or written alone in peft's format.
@@ -103,7 +103,7 @@ def run_program(
     asked = [index for index, word in enumerate(words) if word in HELP]
     if asked and words[0] in WITH_SETTINGS:
         explained = ("help", *words[asked[0] + 1 :])
-        return run_command(explained, {"help": partial(_explain, usage=usage, settings=settings)})
+        return run_command(explained, {"help": partial(explain, usage=usage, settings=settings)})
     first: dict[str, Command] = {
         "new": partial(_new, program=name, settings=settings),
         "check-machine": partial(_check_machine, program=name, settings=settings),
@@ -165,29 +165,30 @@ def _check_model(words: list[str], *, program: str) -> int:
 
 
 def _validate(words: list[str], *, program: str, settings: SettingsClass) -> int:
-    """`validate SETTINGS.toml [--policy FOLDER] [--best] [--section.name=value ...]`."""
-    policy, best = take_option(words, "--policy"), take_flag(words, "--best")
+    """`validate SETTINGS.toml [--policy FOLDER]... [--data [NAME=]FILE]... [--json FILE] [--best] [...]`."""
+    named, data = ([*iter(partial(take_option, words, option), None)] for option in ("--policy", "--data"))
+    json_file, best = take_option(words, "--json"), take_flag(words, "--best")
+    if len({*named}) < len(named) or len(named) > 2:
+        raise SettingsError(f"validate accepts --policy once, or twice to compare two; found {', '.join(named)}.")
     read = partial(read_settings, kind=settings(), command=f"{program} validate")
-    from rl_trainer_parts.commands.policies import opened_policy
+    from rl_trainer_parts.commands.evaluate import data_files, evaluate
+    from rl_trainer_parts.commands.policies import opened_policy, with_run_policy
     from rl_trainer_parts.run.goal import best_checkpoint
 
-    if best and policy is None:  # the best checkpoint of the run in `policy.path`, or of the settings' own run
+    if best and not named:  # the best checkpoint of the run in `policy.path`, or of the settings' own run
         own = read(words)
-        is_run = (own.policy.path / "checkpoints").is_dir()
-        policy = str(own.policy.path if is_run else own.run_folder)
-    if best:
-        policy = str(best_checkpoint(Path(policy or ""), say))
+        named = [str(own.policy.path if (own.policy.path / "checkpoints").is_dir() else own.run_folder)]
+    policies: dict[str, Settings] = {}
     with ExitStack() as opened:
-        if policy is not None:
-            words.append(f"--policy.path={opened.enter_context(opened_policy(Path(policy)))}")
-        own = read(words)
-        if policy is not None:  # a full model, or one with its own adapter
-            own = own.model_copy(update={"lora": replace(own.lora, path=None)})
-        say(f"{program}: evaluating {policy or own.policy.path}")
-        from rl_trainer_parts.commands.train import validate
-
-        for name, value in validate(own, say).items():
-            say(f"{name} {value:.4f}")
+        for name in named:
+            folder = opened.enter_context(opened_policy(best_checkpoint(Path(name), say) if best else Path(name)))
+            own = read([*words, f"--policy.path={folder}"])
+            # A full model, or one with its own adapter.
+            policies[name] = own.model_copy(update={"lora": replace(own.lora, path=None)})
+        if not named:
+            own = with_run_policy(read(words), say)
+            policies[str(own.policy.path)] = own
+        evaluate(policies, data_files(data), None if json_file is None else Path(json_file), say)
     return 0
 
 
@@ -213,14 +214,14 @@ def read_settings(words: Sequence[str], kind: "type[SettingsT]", *, command: str
     return cast("SettingsT", load_settings(file, words if file is None else words[1:], os.environ, kind=kind))
 
 
-def _explain(words: list[str], *, usage: str, settings: SettingsClass) -> int:
+def explain(words: list[str], *, usage: str, settings: SettingsClass) -> int:
     """Explain all settings, one section, or one setting."""
     from rl_trainer_parts.settings.algorithm_choice import option_fields
     from rl_trainer_parts.settings.fields import help_text, setting_fields
 
     topic, kind = words[0].lstrip("-").partition("=")[0] if words else "", settings()
-    is_common = topic not in ("", "algorithm") and {topic} & {*kind.model_fields, *setting_fields(kind)}
-    options = option_fields() if topic and not is_common else {}  # imports torch
+    is_common = topic != "algorithm" and {topic} & {"", *kind.model_fields, *setting_fields(kind)}
+    options = {} if is_common or "algorithm." in kind.left_out else option_fields()  # imports torch
     with suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
         say(help_text(usage, kind, topic=topic, options=options))
     return 0
@@ -242,6 +243,8 @@ def run_command(words: Sequence[str], commands: Mapping[str, Command]) -> int:
     command = commands.get(words[0])
     if command is None:
         hint = f" Did you mean `train {words[0]}`?" if words[0].endswith(".toml") else nearest_name(words[0], commands)
+        if words[0] == "sft":
+            hint = " It has no rollouts to overlap: use `rl-sync-trainer sft`, then `train --policy.path=RUN`."
         if words[0] == "status":
             hint = " To check on a run, use `rl-metrics doctor RUN`."
         return complain(f"unknown command {words[0]!r}; known: {', '.join(commands)}.{hint}")
@@ -359,26 +362,24 @@ def take_option(words: list[str], option: str) -> str | None:
 def train_command(
     words: list[str], *, program: str, kind: "type[Settings]", trainer: Callable[[Any], dict[str, Any]]
 ) -> int:
-    """`train SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]`.
+    """`train SETTINGS.toml [--resume] [--dry-run] [--best] [--section.name=value ...]`, or `sft` with the same words.
 
     Args:
-        words: Arguments after `train`.
+        words: Arguments after the command.
         program: Name of the program.
         kind: The settings class.
         trainer: Loads the trainer's libraries, and returns its own arguments of `train_checked`.
     """
     resume, dry_run, best = (take_flag(words, flag) for flag in ("--resume", "--dry-run", "--best"))
-    settings = read_settings(words, kind, command=f"{program} train")
+    settings = read_settings(words, kind, command=f"{program} {kind.command}")
     from rl_trainer_parts.reporting.trackers import make_console
 
     with closing(make_console(settings)) as console:
-        where = f"run {settings.run_folder}, {settings.trainer.steps} steps"
-        console.say(f"{program}: {where}; checking settings and files")
+        console.say(f"{program}: run {settings.run_folder}; checking settings and files")
         with console.phase("loading libraries", is_brief=True):
-            from rl_trainer_parts.commands.policies import with_best_policy
+            from rl_trainer_parts.commands.policies import with_run_policy
             from rl_trainer_parts.commands.train import train_checked
 
             own = trainer(settings)
-        if best:
-            settings = with_best_policy(settings, console.say)
+        settings = with_run_policy(settings, console.say, best=best)
         return train_checked(settings, console=console, resume=resume, dry_run=dry_run, **own)

@@ -29,7 +29,7 @@ from rl_trainer_parts.learning.mixtures import (
     why_not_replayed,
 )
 from rl_trainer_parts.learning.objective import clip_range, has_policy_gradient, learns_from_rewards, needs_greedy
-from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic
+from rl_trainer_parts.learning.start_learners import gpus_per_rank, needs_critic, needs_reference
 from rl_trainer_parts.learning.teachers import teacher_pool
 from rl_trainer_parts.machine.needs import BYTES, GIB
 from rl_trainer_parts.rollouts.engines import longest_trajectory, replica_pool
@@ -156,6 +156,10 @@ def _teachers(settings: Settings) -> Iterator[str]:
         parts = [f"{chosen.route_by} {', '.join(sources)}"] if sources else []
         parts += ["all others" if sources else "all prompts"] if name == chosen.fallback else []
         yield f"{INDENT}{teacher.model}, for {' and '.join(parts)}"
+    if (own := chosen.self_teacher).model is not None:
+        kept = f" (decay {own.average_decay:g})" if own.model == "average" else ""
+        prompts = ", or ".join(map(repr, own.prompts)) or "the policy's prompts"
+        yield f"  teacher    the learner's {own.model}{kept}, under {prompts}"
     rewards = f"beside task rewards (coefficient {chosen.coefficient:g})" if chosen.use_task_rewards else ""
     yield f"  distils    {_compared(chosen)}, as a {chosen.used_as}; {rewards or 'no task rewards'}"
     if chosen.texts is not None:
@@ -166,7 +170,7 @@ def _teachers(settings: Settings) -> Iterator[str]:
 
 def _compared(chosen: DistillationOptions) -> str:
     if chosen.loss in (*ESTIMATORS, "nll"):
-        return f"{chosen.loss} of the sampled token" if chosen.teachers else f"{chosen.loss} of a teacher's texts"
+        return f"{chosen.loss} of the sampled token" if chosen.has_teacher else f"{chosen.loss} of a teacher's texts"
     if chosen.needs_hidden:
         return f"{chosen.loss} of whole distributions"
     rest = {"bucket": "with a bucket for the rest", "drop": "without the rest", "renormalise": "renormalised"}
@@ -299,9 +303,12 @@ def _memory(settings: Settings) -> Iterator[str]:
     if needs_critic(settings):
         critic = model_config(settings.critic.path or settings.policy.path, settings.policy.backend)
         yield f"  critic     {_on_ranks(settings, critic, 'critic')}, like the learner, for {_parameters(critic)}"
-    if settings.algorithm.kl_coefficient:
+    if needs_reference(settings):
         shared = "none: it shares the learner's" if settings.lora.rank else _on_ranks(settings, policy, "frozen")
         yield f"  reference  {shared} (weights)"
+    if settings.distillation.self_teacher.model == "average":
+        trained = adapter_size(policy, settings.lora) if settings.lora.rank else count_parameters(policy).total
+        yield f"  average    {size_text(4 * trained)} in float32 over all ranks, beside the optimizer's state"
     for name, teacher in settings.distillation.teachers.items():
         config = model_config(teacher.model)
         weights = size_text(count_parameters(config).total * BYTES[teacher.dtype])

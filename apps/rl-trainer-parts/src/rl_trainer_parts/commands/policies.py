@@ -46,25 +46,29 @@ def find_policy(path: Path) -> Path:
     return path / ("policy" if has_policy else "adapter")
 
 
-def with_best_policy(settings: SettingsT, say: Callable[[str], None]) -> SettingsT:
-    """Settings that start from the best checkpoint of the run in `policy.path`.
+def with_run_policy(settings: SettingsT, say: Callable[[str], None], *, best: bool = False) -> SettingsT:
+    """Settings whose `policy.path`, if it is a run's folder or a checkpoint, is the policy of its newest checkpoint.
 
     Args:
         settings: The run's settings.
-        say: Reports which checkpoint it is.
+        say: Reports which folder it is.
+        best: Use the run's best checkpoint, and refuse any other folder.
 
     Raises:
-        SettingsError: `policy.path` is not a run's folder, has no best checkpoint, or its checkpoints have adapters.
+        SettingsError: The run has no such checkpoint, or its checkpoints have adapters.
+        CheckpointError: The checkpoint is torn.
     """
-    run = settings.policy.path
-    folder = best_checkpoint(run, say)
-    if not (folder / "policy" / "config.json").is_file():
+    run, option = settings.policy.path, " --best" if best else ""
+    if not best and not any((run / name).is_dir() for name in ("checkpoints", "policy", "adapter")):
+        return settings  # a model, or nothing, which another check reports
+    folder = find_policy(best_checkpoint(run, say) if best else run)
+    if is_adapter(folder):
         raise SettingsError(
-            f"--best: {folder} has a LoRA adapter instead of a whole model. Write the model first: "
-            f"`export {run} FOLDER --best`, then use --policy.path=FOLDER."
+            f"policy.path: {folder} is a LoRA adapter instead of a whole model. Write the model first: "
+            f"`export {run} FOLDER{option}`, then use --policy.path=FOLDER."
         )
-    policy = replace(settings.policy, path=folder / "policy")
-    return settings.model_copy(update={"policy": policy})
+    say(f"policy: {folder}")
+    return settings.model_copy(update={"policy": replace(settings.policy, path=folder)})
 
 
 def is_adapter(folder: Path) -> bool:

@@ -1,10 +1,7 @@
-"""The commands `train` and `validate` of both trainers: check everything that can be checked, then run."""
+"""The command `train` of both trainers: check everything that can be checked, then run."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rl_core.terminal_text import say
@@ -15,8 +12,7 @@ from rl_trainer_parts.checks.distillation import check_teachers
 from rl_trainer_parts.checks.models import check_engines, check_images, check_loop, trainable_problems
 from rl_trainer_parts.checks.unused import Unused, unused_settings
 from rl_trainer_parts.machine.needs import machine_problems
-from rl_trainer_parts.rollouts.evaluation import validate_policy
-from rl_trainer_parts.rollouts.inputs import Inputs, input_notes, read_inputs, shows_images, with_kept_images
+from rl_trainer_parts.rollouts.inputs import input_notes, read_inputs, shows_images, with_kept_images
 from rl_trainer_parts.run.folder import (
     RunFolder,
     choose_date,
@@ -26,7 +22,26 @@ from rl_trainer_parts.run.folder import (
     require_free,
     require_resumable,
 )
-from rl_trainer_parts.settings.schema import Settings, SettingsT
+from rl_trainer_parts.settings.schema import SettingsT
+
+Checked = tuple[SettingsT, Any, Sequence[str], Sequence[str]]
+"""A run's settings, its inputs, further lines of its plan, and notes for the user."""
+
+
+def check_rollouts(settings: SettingsT, problems: Iterable[str]) -> Checked[SettingsT]:
+    """Check a run with rollouts, given problems that are known already, and read its prompts.
+
+    Raises:
+        SettingsError: A setting is impossible.
+        DataError: A user's file cannot be used.
+    """
+    check_settings(settings, problems)
+    inputs = read_inputs(settings)
+    check_images(settings, inputs)
+    check_teachers(settings, inputs.tokenizer, inputs.train)
+    lines = check_loop(settings, inputs.tokenizer)
+    check_engines(settings, has_images=shows_images(settings, inputs))
+    return settings, inputs, lines, (*input_notes(settings, inputs), *aggregation_notes(settings))
 
 
 def train_checked(
@@ -35,8 +50,9 @@ def train_checked(
     console: ConsoleTracker,
     resume: bool,
     dry_run: bool,
-    describe: Callable[[SettingsT, Inputs, Sequence[str]], str],
-    launch: Callable[[SettingsT, Inputs, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
+    describe: Callable[[SettingsT, Any, Sequence[str]], str],
+    launch: Callable[[SettingsT, Any, RunFolder, ConsoleTracker], Coroutine[Any, Any, int]],
+    check: Callable[[SettingsT, Iterable[str]], Checked[SettingsT]] = check_rollouts,
     also_refused: Iterable[str] = (),
     also_unused: Iterable[Unused] = (),
 ) -> int:
@@ -49,6 +65,7 @@ def train_checked(
         dry_run: Print the plan and exit without writing anything.
         describe: Returns the plan as text, given the agent loop's lines.
         launch: Trains in a folder that this process has locked; returns the exit status.
+        check: Checks the settings, given problems that are known already, and reads the inputs.
         also_refused: Further problems, from settings that only this trainer has.
         also_unused: Rules about settings that only this trainer has.
 
@@ -61,14 +78,9 @@ def train_checked(
     with console.phase("checking settings and files", is_brief=True):
         settings = choose_date(settings, resume=resume)
         lacking = list(machine_problems(settings))
-        check_settings(settings, [*also_refused, *trainable_problems(settings), *([] if dry_run else lacking)])
-        inputs = read_inputs(settings)
-        check_images(settings, inputs)
-        check_teachers(settings, inputs.tokenizer, inputs.train)
-        loop_lines = check_loop(settings, inputs.tokenizer)
-        check_engines(settings, has_images=shows_images(settings, inputs))
+        problems = [*also_refused, *trainable_problems(settings), *([] if dry_run else lacking)]
+        settings, inputs, lines, notes = check(settings, problems)
         settings = choose_products(settings, resume=resume)
-    notes = (*input_notes(settings, inputs), *aggregation_notes(settings))
     for note in (*notes, *unused_settings(settings, also_unused)):
         console.say(f"note: {note}")
     if dry_run:
@@ -80,31 +92,7 @@ def train_checked(
         elif settings.run.if_exists == "refuse":
             require_free(folder)
         console.close()  # flush its output first
-        say(describe(settings, inputs, loop_lines))
+        say(describe(settings, inputs, lines))
         return 0
     with open_run(settings, resume=resume, say=console.say) as folder:
         return asyncio.run(launch(settings, with_kept_images(settings, inputs), folder, console))
-
-
-def validate(settings: Settings, say: Callable[[str], None]) -> dict[str, float]:
-    """Evaluate the policy on the validation and test prompts and return its metrics.
-
-    Args:
-        settings: A run's settings.
-        say: Prints warnings and hints.
-
-    Raises:
-        SettingsError: A setting is impossible.
-        DataError: A user's file cannot be used.
-    """
-    check_settings(settings)
-    inputs = read_inputs(settings)
-    for note in input_notes(settings, inputs):
-        say(f"note: {note}")
-    check_images(settings, inputs)
-    check_loop(settings, inputs.tokenizer)
-    check_engines(settings, has_images=shows_images(settings, inputs))
-    with TemporaryDirectory(prefix="validate-") as folder:  # for images; the run's folder may be in use
-        apart = settings.model_copy(update={"run": replace(settings.run, directory=Path(folder), name="run")})
-        apart.run_folder.mkdir()
-        return asyncio.run(validate_policy(apart, with_kept_images(apart, inputs)))

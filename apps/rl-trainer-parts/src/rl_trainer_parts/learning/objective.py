@@ -46,6 +46,8 @@ def method_title(settings: Settings) -> str:
     if learns_from_rewards(settings):
         name = settings.algorithm.name
         return ALGORITHMS.get(name).title if name else settings.algorithm.advantage.upper()
+    if settings.distillation.self_teacher.model is not None:
+        return "Self-distillation"
     return "Distillation" if has_teachers(settings) else "Imitation of texts"
 
 

@@ -1,11 +1,14 @@
 """Start the models that learn: the policy, and a critic and a reference if the algorithm needs them."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rl_core.cluster import ClusterOptions, RayOptions, ResourcePool, visible_gpus
 from rl_distill import adapter_size
 from rl_distill.learners import Learners
+from rl_distill.teacher import ScoreTokens
 from rl_trainer_parts.learning.mixtures import model_config
 from rl_trainer_parts.settings.schema import Settings
 
@@ -37,20 +40,27 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
     )
     learner = replace(settings.optimizer, image_folder=settings.image_folder)
     try:
-        backend = settings.policy.backend
-        policy = MegatronLearner(settings.policy.path, learner, ranks=ranks, backend=backend, lora=settings.lora)
-        reference = critic = None
-        if settings.algorithm.kl_coefficient:
-            reference = (
-                policy.reference()  # the policy's own base, without its adapter
-                if settings.lora.rank
-                else MegatronReference(settings.policy.path, learner, ranks=ranks, backend=backend)
-            )
+        taught = settings.distillation
+        own, decay = taught.self_teacher.model, taught.self_teacher.average_decay
+        where_built: Any = {"ranks": ranks, "backend": settings.policy.backend}
+        kept: Any = {"lora": settings.lora, "average_decay": decay if own == "average" else 0.0}
+        wanted: Any = {"top_k": taught.num_top, "temperature": taught.temperature, "has_hidden": taught.needs_hidden}
+        policy = MegatronLearner(settings.policy.path, learner, **where_built, **kept)
+        self_teacher: ScoreTokens | None = None if own is None else partial(policy.score, weights=own, **wanted)
+        reference: Any = None
+        critic = None
+        if settings.lora.rank and needs_reference(settings):
+            reference = policy.reference()  # the policy's own base, without its adapter
+        elif needs_reference(settings):
+            reference = MegatronReference(settings.policy.path, learner, **where_built)
+            if own == "reference":
+                self_teacher = partial(reference.score, **wanted)
+                policy.load_teacher_heads([settings.policy.path] if taught.needs_hidden else [])
         if needs_critic(settings):
             chosen = settings.critic
             rates = {name: getattr(chosen, name) for name in ("learning_rate", "warmup_steps", "clip_grad")}
             options = replace(learner, decay_steps=None, **rates)
-            critic = MegatronCritic(chosen.path or settings.policy.path, options, ranks=ranks, backend=backend)
+            critic = MegatronCritic(chosen.path or settings.policy.path, options, **where_built)
     except BaseException:
         ranks.close()
         raise
@@ -67,6 +77,7 @@ def start_learners(settings: Settings, *, log_directory: Path) -> Learners:
         check_alive=ranks.check_alive,
         gpu_use=ranks.gpu_use,
         lora=settings.lora,
+        self_teacher=self_teacher,
     )
 
 
@@ -78,6 +89,11 @@ def describe_parameters(settings: Settings, num_parameters: int) -> str:
         trained = f", trains {size:,} of an adapter"
     ranks = f" on {settings.parallel.ranks} ranks" if settings.parallel.ranks > 1 else ""
     return f"{num_parameters:,} parameters{trained}{ranks}"
+
+
+def needs_reference(settings: Settings) -> bool:
+    """True when the initial policy scores tokens, for a KL term or as the teacher."""
+    return settings.algorithm.kl_coefficient > 0 or settings.distillation.self_teacher.model == "reference"
 
 
 def needs_critic(settings: Settings) -> bool:

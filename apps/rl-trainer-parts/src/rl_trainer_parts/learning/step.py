@@ -26,11 +26,10 @@ from rl_distill.objectives import (
     without_truncated,
 )
 from rl_distill.skipping import SkippedUpdates
-from rl_distill.teacher import teacher_task
+from rl_distill.teacher import teacher_task, with_self_scores
 from rl_metrics.reductions import Recorder
 from rl_trainer_parts.learning.objective import (
     has_policy_gradient,
-    has_teachers,
     learns_from_rewards,
     make_kl_control,
     make_objective,
@@ -117,9 +116,9 @@ def record_replay(parts: LearningParts, rows: Batch, recorder: Recorder, *, step
 
 
 def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> Batch:
-    """Add the reference's and the learner's logprobs and the critic's values, if the settings need them."""
+    """Add the reference's, the learner's and its own teacher's logprobs and values, if the settings need them."""
     temperature, learners = parts.settings.rollout.temperature, parts.learners
-    if learners.reference is not None:
+    if learners.reference is not None and parts.settings.algorithm.kl_coefficient:
         with recorder.timer("ref"):
             found = learners.reference.logprobs(rows, temperature=temperature)
         rows = rows.with_columns({"reference_logprobs": found})
@@ -136,6 +135,10 @@ def with_late_columns(parts: LearningParts, rows: Batch, recorder: Recorder) -> 
         with recorder.timer("values"):
             found = learners.critic.values(for_critic(rows))
         rows = rows.with_columns({"values": found})
+    if learners.self_teacher is not None:
+        keeps_prompts = not parts.settings.distillation.self_teacher.prompts
+        with recorder.timer("teacher"):
+            rows = with_self_scores(rows, learners.self_teacher, keeps_prompts=keeps_prompts)
     return rows
 
 
@@ -208,7 +211,7 @@ def _with_advantages(parts: LearningParts, batch: Batch, recorder: Recorder, *, 
             session_rule=algorithm.session_rule,
         )
         batch = batch.with_columns({name: rewarded[name] for name in rewarded.names - batch.names})
-    if has_teachers(parts.settings) and parts.settings.distillation.used_as == "reward":
+    if parts.settings.distillation.has_teacher and parts.settings.distillation.used_as == "reward":
         batch, metrics = with_distillation_advantages(
             batch,
             options=objective_options(parts.settings),

@@ -16,7 +16,7 @@ from rl_trainer_parts.rollouts.inputs import Inputs
 from rl_trainer_parts.rollouts.setup import open_rollout
 from rl_trainer_parts.settings.schema import Settings
 
-ZERO_OR_ONE = ("exact_match", "number_match", "math_verify")
+ZERO_OR_ONE = ("choice", "exact_match", "number_match", "math_verify")
 """Built-in rewards whose mean is an accuracy."""
 
 TESTING = "timing_s/testing"
@@ -53,24 +53,28 @@ async def answer_problems(settings: Settings, rollout: Rollout, problems: Sequen
 
 
 def summarize_answers(answers: Sequence[Answer]) -> dict[str, float]:
-    """Validation metrics.
+    """Validation metrics of one or more answers per prompt."""
+    return summarize_validation(validation_responses(answers))
+
+
+def validation_responses(answers: Sequence[Answer], *, source: str | None = None) -> ValidationResponses:
+    """The answers as columns.
 
     Args:
         answers: One or more per prompt; an answer without a component is left out of that component. A component
             `reward` is the variable `reward/reward`, because the variable `reward` is the whole reward.
+        source: Name of the source of all; None takes each prompt's own.
     """
     names = sorted({name for answer in answers for name in answer.components})
     variables = {"reward": [answer.reward for answer in answers]}
     for name in names:
         values = [answer.components.get(name, float("nan")) for answer in answers]
         variables["reward/reward" if name == "reward" else name] = values
-    return summarize_validation(
-        ValidationResponses(
-            uids=[answer.prompt.uid for answer in answers],
-            sources=[answer.prompt.data_source for answer in answers],
-            variables=variables,
-            predictions=[answer.prediction for answer in answers],
-        )
+    return ValidationResponses(
+        uids=[answer.prompt.uid for answer in answers],
+        sources=[source or answer.prompt.data_source for answer in answers],
+        variables=variables,
+        predictions=[answer.prediction for answer in answers],
     )
 
 
@@ -153,8 +157,8 @@ def draw_samples(
     return sorted(samples, key=lambda sample: (sample.input, sample.prompt_uid))
 
 
-async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float]:
-    """Evaluate a policy, with the adapter of `lora.path`, on validation and test prompts."""
+async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, list[Answer]]:
+    """Answer all prompts to evaluate, by name, with a policy and the adapter of `lora.path`; the engine starts once."""
     with ExitStack() as opened:
         policy = settings.policy.path
         if settings.lora.rank and settings.lora.path is not None:
@@ -165,18 +169,10 @@ async def validate_policy(settings: Settings, inputs: Inputs) -> dict[str, float
         try:
             await start_within(engine, settings)
             with open_rollout(settings, inputs.tokenizer, engine) as rollout:
-                return await evaluate_splits(settings, inputs, rollout)
+                found = {}
+                for name, prompts in inputs.evaluated.items():
+                    groups = await answer_problems(settings, rollout, chosen_problems(settings, prompts))
+                    found[name] = answers_of(groups, source="validate")
+                return found
         finally:
             await engine.close()
-
-
-async def evaluate_splits(settings: Settings, inputs: Inputs, rollout: Rollout) -> dict[str, float]:
-    """Metrics of both splits, prefixed by split, with headlines such as `validation_accuracy`."""
-    results: dict[str, float] = {}
-    for split, prompts in (("validation", inputs.validation), ("test", inputs.test)):
-        if prompts is not None:
-            groups = await answer_problems(settings, rollout, chosen_problems(settings, prompts))
-            metrics = summarize_answers(answers_of(groups, source="validate"))
-            results |= {f"{split}/{name}": value for name, value in metrics.items()}
-            results |= {f"{split}_{name}": value for name, value in measured(settings, metrics).items()}
-    return results

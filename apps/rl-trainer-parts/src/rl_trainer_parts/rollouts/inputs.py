@@ -4,7 +4,7 @@ import asyncio
 import datetime
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rl_core.errors import SettingsError
@@ -27,17 +27,25 @@ class Inputs:
         train: Training prompts.
         validation: Prompts evaluated during training, if any.
         test: Prompts evaluated at the start and the end, if any.
+        data: Prompts of other files to evaluate, by name, instead of validation and test.
     """
 
     tokenizer: PromptTokenizer
     train: PromptSet
     validation: PromptSet | None
     test: PromptSet | None
+    data: Mapping[str, PromptSet] = field(default_factory=dict)
+
+    @property
+    def evaluated(self) -> dict[str, PromptSet]:
+        """The prompts to evaluate, by name: those of `data`, or else of validation and test."""
+        own = {"validation": self.validation, "test": self.test}
+        return dict(self.data) or {name: prompts for name, prompts in own.items() if prompts is not None}
 
     @property
     def splits(self) -> tuple[PromptSet, ...]:
         """The prompts of all kinds."""
-        return tuple(split for split in (self.train, self.validation, self.test) if split is not None)
+        return (self.train, *self.evaluated.values())
 
     @property
     def num_images(self) -> int:
@@ -85,8 +93,8 @@ def input_notes(settings: Settings, inputs: Inputs) -> Iterator[str]:
     if settings.rollout.loop == "tools" and (not inputs.train[0].messages or has_plain_turns):
         why = 'turns.kind is "plain"' if has_plain_turns else "the prompts are plain text"
         yield f"no chat template shows the model its tools, because {why}; the prompts themselves must describe them"
-    splits = (inputs.train, inputs.validation, inputs.test) if settings.prompts.template_options else ()
-    if splits and not any(prompt.messages for split in splits for prompt in split or ()):
+    splits = inputs.splits if settings.prompts.template_options else ()
+    if splits and not any(prompt.messages for split in splits for prompt in split):
         yield "prompts.template_options has no effect without prompts in the form of messages"
     named, own = model_end_tokens(settings.policy.path), inputs.tokenizer.eos_token_id
     if named and own is not None and own not in named:
@@ -101,8 +109,12 @@ def input_notes(settings: Settings, inputs: Inputs) -> Iterator[str]:
         )
 
 
-def read_inputs(settings: Settings) -> Inputs:
+def read_inputs(settings: Settings, data: Mapping[str, Path] | None = None) -> Inputs:
     """Read and check every input that is not a model.
+
+    Args:
+        settings: The run's settings.
+        data: Files to evaluate, by name, instead of validation and test.
 
     Raises:
         DataError: A file or row cannot be used.
@@ -122,7 +134,7 @@ def read_inputs(settings: Settings) -> Inputs:
     )
 
     def load(path: Path | None) -> PromptSet | None:
-        return None if path is None else load_prompts([path], tokenizer, options)
+        return None if path is None or data else load_prompts([path], tokenizer, options)
 
     train = load_prompts([settings.prompts.train], tokenizer, options)
     if len(train) < settings.rollout.prompts_per_step:
@@ -135,6 +147,7 @@ def read_inputs(settings: Settings) -> Inputs:
         train=train,
         validation=load(settings.prompts.validation),
         test=load(settings.prompts.test),
+        data={name: load_prompts([path], tokenizer, options) for name, path in (data or {}).items()},
     )
     if settings.rollout_cache.enabled:
         prompt_digest(train[0])  # before models load

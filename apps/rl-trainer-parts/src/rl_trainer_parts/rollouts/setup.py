@@ -32,6 +32,7 @@ from rl_rollout.prompts import PromptSet, PromptTokenizer
 from rl_trainer_parts.learning.mixtures import expert_shape, routes_anew
 from rl_trainer_parts.learning.objective import gdpo_components, has_teachers, needs_greedy
 from rl_trainer_parts.rollouts.inputs import make_scorer
+from rl_trainer_parts.rollouts.teacher_prompts import Pairs
 from rl_trainer_parts.settings.schema import Settings
 
 TRAIN = "train"
@@ -68,10 +69,10 @@ def rollout_columns(settings: Settings) -> frozenset[str]:
         columns -= {"reward"}
     if expert_shape(settings) is not None:
         columns |= {ROUTED_EXPERTS}
-    if settings.rollout.nucleus_width is not None:
-        columns |= {NUCLEUS}
     if needs_greedy(settings):
         columns |= {"reward_baseline"}
+    if settings.rollout.nucleus_width is not None:
+        columns |= {NUCLEUS}
     return columns | component_columns(gdpo_components(settings))
 
 
@@ -206,7 +207,7 @@ def groups_of_texts(prompts: Sequence[Prompt], options: TextOptions, tokenizer: 
     ]
 
 
-def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[tuple[Prompt, Trajectory]]) -> None:
+def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Pairs) -> None:
     """Put whole sessions into the queue, with reward components if the advantage compares them.
 
     Args:
@@ -215,7 +216,7 @@ def put_trajectories(queue: TransferQueue, settings: Settings, pairs: Sequence[t
         pairs: Prompts with their trajectories.
 
     Raises:
-        DataError: A trajectory lacks such a component, the baseline of ReMax, or the nuclei of its tokens.
+        DataError: A trajectory lacks such a component, the baseline of ReMax, or the nuclei of truncated sampling.
     """
     trajectories = [trajectory for _, trajectory in pairs]
     width = settings.rollout.nucleus_width

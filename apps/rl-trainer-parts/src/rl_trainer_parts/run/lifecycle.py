@@ -167,11 +167,11 @@ class RunLifecycle:
             return False
         return True
 
-    def begins(self, state: RunState) -> None:
-        """Report what is trained, and from which step."""
+    def begins(self, state: RunState, *, title: str | None = None) -> None:
+        """Report what is trained, by default the method of the settings, and from which step."""
         self._has_begun = True
         total = self._settings.trainer.steps
-        self.console.begin(method_title(self._settings), total_steps=total, done_steps=state.step)
+        self.console.begin(title or method_title(self._settings), total_steps=total, done_steps=state.step)
 
     def _say_stopping(self) -> None:
         """Report at once, whatever the main thread is doing, what the stop waits for and what happens next."""

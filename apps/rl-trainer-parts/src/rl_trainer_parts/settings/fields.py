@@ -134,7 +134,13 @@ def setting_fields(kind: type[Settings] = Settings) -> Mapping[str, SettingField
         setting.name: setting
         for section, model_field in kind.model_fields.items()
         for setting in fields_of(model_field.annotation, section)
+        if not {setting.name, f"{section}."} & {*kind.left_out}
     }
+
+
+def sections_of(kind: type[Settings]) -> list[str]:
+    """Names of the sections with settings, in the order of schema.py."""
+    return [*dict.fromkeys(name.partition(".")[0] for name in setting_fields(kind))]
 
 
 def with_value(settings: Settings, name: str) -> str:
@@ -248,23 +254,19 @@ def help_text(
     Raises:
         SettingsError: The section or setting does not exist.
     """
-    known = {**setting_fields(kind), **(options or {})}
-    if topic in kind.model_fields:
+    known, sections = {**setting_fields(kind), **(options or {})}, sections_of(kind)
+    if topic in sections:
         below = (field for name, field in (options or {}).items() if name.startswith(f"{topic}."))
         return "\n".join((*_section_lines(topic, kind), *(line for one in below for line in _entry_lines(one, kind))))
     if topic:
         endings = [one for name, one in known.items() if name == topic or name.endswith(f".{topic}")]
         if not endings:
-            hint = suggest(renamed(topic), [*kind.model_fields, *known])
-            raise SettingsError(
-                f"{topic!r} is neither a section nor a setting.{hint} Sections: {', '.join(kind.model_fields)}."
-            )
+            hint = suggest(renamed(topic), [*sections, *known])
+            raise SettingsError(f"{topic!r} is neither a section nor a setting.{hint} Sections: {', '.join(sections)}.")
         return "\n".join(line for one in endings for line in _entry_lines(one, kind))
-    sections = textwrap.fill(
-        f"Sections, each explained by `{kind.command} --help SECTION`: {', '.join(kind.model_fields)}."
-    )
-    lines = [usage, "", kind.notes, "", sections]
-    for section in kind.model_fields:
+    explained = f"Sections, each explained by `{kind.command} --help SECTION`: {', '.join(sections)}."
+    lines = [usage, "", kind.notes, "", textwrap.fill(explained)]
+    for section in sections:
         lines.extend(("", *_section_lines(section, kind)))
     return "\n".join(lines)
 
@@ -311,5 +313,8 @@ def plain_settings(settings: Settings, *, has_none: bool = True) -> dict[str, An
         settings: The run's settings.
         has_none: Include the settings whose value is none, which TOML cannot express.
     """
-    values = redact(settings.model_dump(mode="json", exclude_none=not has_none))
-    return {section: dict(fields) for section, fields in values.items()}
+    values, known = redact(settings.model_dump(mode="json", exclude_none=not has_none)), setting_fields(type(settings))
+    return {
+        section: {name: value for name, value in values[section].items() if f"{section}.{name}" in known}
+        for section in sections_of(type(settings))
+    }

@@ -59,7 +59,8 @@ class PolicySettings:
     """The model to train.
 
     Attributes:
-        path: Hugging Face folder with configuration, tokenizer and safetensors weights.
+        path: Hugging Face folder with configuration, tokenizer and safetensors weights; or a run's folder, which stands
+            for the policy of its newest checkpoint.
         backend: What computes it in training: "megatron", layers that ranks can divide, for Qwen2, Qwen3, Llama and
             GLM-4.5; "transformers", the model's own class, for every other architecture; "auto" the first that can.
     """
@@ -73,10 +74,10 @@ class PromptSettings:
     """The prompts to train and evaluate on.
 
     Attributes:
-        train: Training prompts: Parquet, JSONL, or a Hugging Face dataset on disk.
+        train: Training prompts, or the demonstrations of `sft`: Parquet, JSONL, or a Hugging Face dataset on disk.
         validation: Validation prompts, evaluated every `trainer.validate_every` steps. Use them to choose settings.
         test: Test prompts, evaluated only before the first and after the last step. They never influence the run.
-        max_tokens: Maximum prompt length in tokens, including the chat template.
+        max_tokens: Maximum prompt length in tokens, including the chat template; in `sft`, of a whole demonstration.
         overlong: What to do with a prompt above `max_tokens`: "error" or "drop".
         plain_prompts: How to tokenize a prompt that is plain text: "raw", exactly as it stands, or "chat", as a user
             message.
@@ -466,12 +467,14 @@ class Settings(BaseModel):
         command: The command that they are settings of.
         notes: What its help says about all of them.
         also_changeable_on_resume: Further settings that may differ when a run is resumed.
+        left_out: Settings that the command does not have; "reward." stands for all of a section.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     command: ClassVar[str] = "train"
     notes: ClassVar[str] = ORIGINS
     also_changeable_on_resume: ClassVar[tuple[str, ...]] = ()
+    left_out: ClassVar[tuple[str, ...]] = ()
 
     run: RunSettings = Field(default_factory=RunSettings)
     policy: PolicySettings

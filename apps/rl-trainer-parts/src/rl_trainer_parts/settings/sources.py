@@ -259,6 +259,8 @@ def _unknown(name: str, where: str, kind: type[Settings]) -> str:
         return f"{name}{where} is an {of[0].lower()}{of[1:]}, which this run does not use. Choose it, or leave it out."
     table, entry = find_setting(".".join(name.split(".")[:2]), kind), ".".join(name.split(".")[2:3])
     known = [*setting_fields(kind), *(table.entry_fields(entry) if table is not None else ())]
+    if kind.left_out and find_setting(name) is not None:
+        return f"{name}{where} has no effect in `{kind.command}`. Leave it out."
     now = renamed(name)
     is_field = any(one.endswith(f".{name}") for one in known)
     if now != name and not is_field and (now in known or any(one.startswith(f"{now}.") for one in known)):

@@ -65,12 +65,12 @@ COLUMNS: dict[str, ColumnSpec] = {
         value_axes=None,
     ),
     "target_weights": _token("float32", "Weights [K] of `target_ids` in the loss.", value_axes=1),
+    "sum_pi_squared": _token("float32", "Sum of the squared probabilities of all tokens in this place (OTB)."),
     "nucleus_ids": _token(
         "int32",
         "Ids [K] of the tokens that top-k and top-p kept when the token was sampled; -1 for none.",
         value_axes=1,
     ),
-    "sum_pi_squared": _token("float32", "Sum of the squared probabilities of all tokens in this place (OTB)."),
     "values": _token("float32", "The critic's values."),
     "advantages": _token("float32", "Advantage of each trained token; 0 where masked."),
     "returns": _token("float32", "Return of each trained token; 0 where masked."),

@@ -34,8 +34,8 @@ ROLLOUT_COLUMNS = frozenset(
         "nucleus_ids",
     }
 )
-"""Columns that rows have from `put`; `reward` only if every row of the group has one, `routed_experts`,
-`nucleus_ids` and `reward_baseline` if any has one."""
+"""Columns that rows have from `put`; `reward` only if every row of the group has one, `routed_experts`, `nucleus_ids`
+and `reward_baseline` if any has one."""
 
 PromptState = Literal["issued", "settled", "done", "dropped"]
 STATES: tuple[PromptState, ...] = get_args(PromptState)

@@ -114,11 +114,17 @@ def critic_shapes(config: PolicyConfig) -> dict[str, tuple[int, ...]]:
     return {**shapes, "score.weight": (1, config.hidden_size), "score.bias": (1,)}
 
 
-def state_shapes(shapes: Mapping[str, Shape], config: PolicyConfig) -> dict[str, Shape]:
-    """Shape of every tensor in `state/`, given the model's: all weights, and the moments of the trained ones."""
+def state_shapes(shapes: Mapping[str, Shape], config: PolicyConfig, *, also: Sequence[str] = ()) -> dict[str, Shape]:
+    """Shape of every tensor in `state/`, given the model's: all weights, and the moments of the trained ones.
+
+    Args:
+        shapes: Shape of every tensor of the model.
+        config: The policy's configuration.
+        also: Further kinds of state of the trained tensors, such as "average".
+    """
     return {
         f"{kind}/{name}": shape
-        for kind in STATE_KINDS
+        for kind in (*STATE_KINDS, *also)
         for name, shape in shapes.items()
         if kind == "weights" or is_trained(name, config)
     }

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged
@@ -29,11 +28,11 @@ from rl_distill.learner import (
     ValueLoss,
 )
 from rl_distill.megatron.model import Head
-from rl_distill.megatron.rank_model import RankModel
 from rl_distill.megatron.rank_trainer import RankTrainer
-from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, in_batch_order, joined
+from rl_distill.megatron.ranked_model import RankedModel, TrainedModel, joined
 from rl_distill.megatron.ranks import LearnerRanks
 from rl_distill.options import AdamOptions, LoraOptions
+from rl_distill.prefixes import ROUTED_EXPERTS
 from rl_distill.stepping import check_loss_weights, check_temperature
 
 __all__ = ["BaseReference", "MegatronCritic", "MegatronLearner", "MegatronReference"]
@@ -57,6 +56,7 @@ class MegatronLearner(TrainedModel):
         name: str | None = None,
         backend: ModelBackend = "auto",
         lora: LoraOptions = LoraOptions(),  # noqa: B008 - frozen
+        average_decay: float = 0.0,
     ) -> None:
         """Build the policy on every rank; see `RankedModel`.
 
@@ -67,7 +67,9 @@ class MegatronLearner(TrainedModel):
             name: Name of the model on its ranks; None uses `kind`.
             backend: What computes the model: our layers, or transformers' class.
             lora: Adapter that trains instead of the weights; rank 0 trains all weights.
+            average_decay: Share that each step keeps of a moving average of the trained weights; 0 keeps no average.
         """
+        self._average_decay = average_decay
         self._lora = self._first_lora = lora
         self.adapter, self._waiting_adapters = FIRST_ADAPTER, dict[str, LoraOptions]()
         super().__init__(policy, options, ranks=ranks, name=name, backend=backend)
@@ -148,10 +150,6 @@ class MegatronLearner(TrainedModel):
             )
         return BaseReference(self)
 
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
-        return self._score(batch, temperature=temperature)
-
     def train_step(
         self,
         batch: Batch,
@@ -225,7 +223,8 @@ class BaseReference:
 
     def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
         """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
-        return self.policy._score(batch.only({"input_ids"}), temperature=temperature, is_base=True)
+        batch = batch.only(batch.names - {ROUTED_EXPERTS})  # it routes for itself
+        return self.policy._score(batch, temperature=temperature, weights="reference")
 
     def offload(self) -> int:
         """Do nothing and return 0, because the memory belongs to the policy."""
@@ -239,10 +238,6 @@ class MegatronReference(RankedModel):
     """A frozen policy, without gradients or optimizer."""
 
     kind, trains = "reference", False
-
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
-        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
-        return self._score(batch, temperature=temperature)
 
 
 def _objective_of_values(
@@ -281,43 +276,12 @@ class MegatronCritic(TrainedModel):
         return critic_shapes(self._source.config)
 
 
-class MegatronTeacherModel(RankedModel):
+class MegatronTeacherModel(MegatronReference):
     """A frozen policy that scores tokens for distillation."""
 
-    kind, trains = "teacher", False
+    kind = "teacher"
 
     @property
     def config(self) -> PolicyConfig:
         """The model's configuration."""
         return self._source.config
-
-    def score(
-        self, batch: Batch, *, top_k: int, temperature: float = 1.0, has_hidden: bool = False
-    ) -> tuple[Ragged, Ragged, Ragged | None]:
-        """Score each token given the tokens before it.
-
-        Args:
-            batch: Batch with `input_ids`.
-            top_k: Number of most probable tokens to return.
-            temperature: Divisor of the logits.
-            has_hidden: True to return the hidden states.
-
-        Returns:
-            float32 logprobs and int32 ids [K + 1] per token, with the token itself first and then the most probable
-            ones; 0 and -1 at the first token of each trajectory. float32 hidden states [H] that predict each token, or
-            None.
-
-        Raises:
-            SettingsError: top_k exceeds the vocabulary, or the temperature is out of range.
-            ShapeError: A token is outside the vocabulary, or a trajectory is too long.
-        """
-        check_temperature(temperature)
-        most = self.config.vocab_size
-        if not 0 <= top_k <= most:
-            raise SettingsError(f"top_k must be from 0 to {most}, the size of the teacher's vocabulary; found {top_k}.")
-        shares, rows = self._shares(batch.only({"input_ids"}))
-        scores = self._call_shares(RankModel.score, shares, temperature=temperature, top_k=top_k, has_hidden=has_hidden)
-        columns = in_batch_order(batch, rows, scores)
-        logprobs, ids = columns["logprobs"], columns["ids"].values.astype(np.int32)
-        ids[logprobs.offsets[:-1]] = -1
-        return logprobs, Ragged(ids, logprobs.offsets), columns.get("hidden")

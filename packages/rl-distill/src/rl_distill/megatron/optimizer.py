@@ -23,6 +23,9 @@ from rl_distill.stepping import clip_scale
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
+MOMENTS, AVERAGE = ("exp_avg", "exp_avg_sq"), "average"
+"""Names in the optimizer's state: Adam's moments, and the moving average of a float32 weight."""
+
 
 @dataclass(frozen=True, slots=True)
 class Main:
@@ -42,12 +45,19 @@ class Main:
 
 
 class RankAdam(ABC):
-    """Mixed-precision AdamW over a rank's parameters, without weight decay on norms and biases."""
+    """Mixed-precision AdamW over a rank's parameters, without weight decay on norms and biases.
+
+    Attributes:
+        kinds: Names of the state of each parameter that a checkpoint keeps.
+    """
+
+    kinds: tuple[str, ...] = MOMENTS
 
     def __init__(self, mains: Mapping[torch.nn.Parameter, Main]) -> None:
         """Keep what the optimizers of the parameters update, by parameter."""
         self._mains = mains
         self._matrices: list[HiddenMatrices] = []
+        self._average_decay = 0.0
         self._on_host: Offloaded | None = None
 
     def use_muon(self, parameters: Iterable[tuple[torch.nn.Parameter, Callable[[Tensor], list[TensorBlock]]]]) -> None:
@@ -116,6 +126,15 @@ class RankAdam(ABC):
         with self.on_device():
             muon_step(self._matrices, options)
             self._apply()
+            for tensor, state in self._states() if self._average_decay else ():
+                state[AVERAGE].lerp_(tensor.detach(), 1 - self._average_decay)
+
+    def keep_average(self, decay: float) -> None:
+        """Keep a moving average of the float32 weights, which starts from them; each step keeps this share."""
+        self._average_decay, self.kinds = decay, (*MOMENTS, AVERAGE)
+        self.start_moments()
+        for tensor, state in self._states():
+            state.setdefault(AVERAGE, tensor.detach().clone())
 
     def keep_on_host(self) -> None:
         """Keep moments and float32 weights in host memory from now on, except during `step` and `on_device`."""
@@ -169,7 +188,7 @@ class RankAdam(ABC):
         Args:
             parameters: The rank's parameters.
             step: Optimizer steps done so far.
-            moments: exp_avg and exp_avg_sq of each parameter, in its shape.
+            moments: exp_avg, exp_avg_sq and any average of each parameter, in its shape.
             master: float32 master weights of bfloat16 parameters.
         """
         of_muon = {id(one.tensor) for one in self._matrices}
@@ -184,17 +203,24 @@ class RankAdam(ABC):
             if step:
                 # One step tensor per parameter, because Adam increments it in place.
                 state["step"] = torch.tensor(float(step), dtype=torch.float32, device=main.tensor.device)
-                kept = [m for m in moments if m == "exp_avg" or id(main.tensor) not in of_muon]
+                kept = [m for m in moments if m != "exp_avg_sq" or id(main.tensor) not in of_muon]
                 state.update({m: _part(moments[m][name], main).to(main.tensor.device).clone() for m in kept})
+        if self._average_decay:
+            self.keep_average(self._average_decay)
         self.set_step(step)
 
     def start_moments(self) -> None:
         """Create the moments before the first step, which otherwise does."""
+        for tensor, state in self._states():
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                state.update({name: torch.zeros_like(tensor) for name in MOMENTS})
+
+    def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield what the optimizer updates on this rank, each with its state."""
         for main in self._mains.values():
-            if main.tensor is not None and main.inner is not None and not main.inner.state[main.tensor]:
-                state = main.inner.state[main.tensor]
-                state["step"] = torch.zeros((), dtype=torch.float32, device=main.tensor.device)
-                state.update({name: torch.zeros_like(main.tensor) for name in ("exp_avg", "exp_avg_sq")})
+            if main.tensor is not None and main.inner is not None:
+                yield main.tensor, main.inner.state[main.tensor]
 
     def set_step(self, step: int) -> None:
         """Set the number of steps done so far, by which Adam corrects its moments."""

@@ -1,9 +1,9 @@
 """One rank's part of a model, which processes the rank's share of a batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rl_core.data import Batch
 from rl_core.errors import SettingsError
@@ -23,7 +24,7 @@ from rl_distill.megatron.any_model.images import RankImages, load_images
 from rl_distill.megatron.any_model.sharded import ShardedAdam, drop_gathered
 from rl_distill.megatron.attention.layout import rotary_frequencies
 from rl_distill.megatron.lora import base_alone
-from rl_distill.megatron.model import OutputRequest, TokenResults
+from rl_distill.megatron.model import OutputRequest, TokenResults, TokenScoring
 from rl_distill.megatron.optimizer import MegatronAdam, Offloaded, RankAdam
 from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import RankPosition, learner_device, shards_of_this_rank
@@ -39,6 +40,9 @@ from rl_distill.megatron.rank_tensors import RankTensors, States
 from rl_distill.megatron.setup import ModelPlan, build_chunks
 from rl_distill.packing import Pack, pack_rows, scored_tokens
 from rl_distill.products import chosen_products, computing_with
+
+Weights = Literal["policy", "reference", "average"]
+"""Weights to score with: a model's own, those without its adapter, or the moving average of those in training."""
 
 
 class RankModel:
@@ -68,6 +72,7 @@ class RankModel:
         self.place = RankPosition.of_this_rank()
         self.step = 0
         self._losses: list[float] = []
+        self._teacher_heads: list[Tensor] = []
         self._device = device or learner_device()
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
         self._chunks = build_chunks(plan, self._shards, device=self._device)
@@ -85,6 +90,8 @@ class RankModel:
         drop_gathered(self._chunks)
         self._routed = [0, 0]
         adam = _optimizer(plan, self._chunks) if plan.trains else None
+        if adam is not None and plan.average_decay:
+            adam.keep_average(plan.average_decay)
         self.tensors = RankTensors(plan, self._chunks, self._shards, adam)
         if adam is not None and plan.options.algorithm == "muon":
             adam.use_muon(self.tensors.hidden_matrices())
@@ -103,7 +110,7 @@ class RankModel:
         temperature: float,
         top_k: int | None = None,
         has_hidden: bool = False,
-        is_base: bool = False,
+        weights: Weights = "policy",
     ) -> dict[str, NDArray[Any]] | None:
         """Return logprobs of the share's tokens, or a critic's values, in its order; None on ranks that do not report.
 
@@ -112,8 +119,9 @@ class RankModel:
             temperature: Divisor of the logits.
             top_k: Also return the logprobs and ids of the K most probable tokens, as "logprobs" and "ids" [T, K + 1]
                 with the token itself first.
-            has_hidden: Also return the last hidden states, "hidden" [T, H].
-            is_base: Compute without the adapter.
+            has_hidden: Also return the last hidden states, "hidden" [T, H]; a model in training keeps the output matrix
+                that belongs to them as its teacher's.
+            weights: Weights to compute with.
         """
         packs = self._packs(share)
 
@@ -123,14 +131,29 @@ class RankModel:
             return index, {name: placed.spread(of).to("cpu", non_blocking=True) for name, of in named.items()}
 
         wanted = OutputRequest(temperature=temperature, top_k=top_k, has_hidden=has_hidden)
-        with base_alone(self._chunks) if is_base else nullcontext():
+        with self._using(weights):
             results = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
+            if has_hidden and self.plan.trains:
+                self._teacher_heads = self._own_head()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if not self.place.answers:
             return None
         parts = [named for _, named in sorted(results, key=lambda pair: pair[0])]
         return {name: torch.cat([part[name] for part in parts]).numpy() for name in (parts[0] if parts else ())}
+
+    def _using(self, weights: Weights) -> AbstractContextManager[None]:
+        """Return a context that computes with these weights."""
+        if weights == "average":
+            self.sender.withdraw()  # engines must not fetch the average
+            return self.tensors.averaged()
+        return base_alone(self._chunks) if weights == "reference" else nullcontext()
+
+    def _own_head(self) -> list[Tensor]:
+        """Return a copy of this rank's slice of the output matrix; none on a stage without it."""
+        modules = self._chunks[-1].modules() if self._shards[-1].has_head else ()
+        heads = [module._with_head(torch.clone).detach() for module in modules if isinstance(module, TokenScoring)]
+        return [(head.full_tensor() if isinstance(head, DTensor) else head).to(self.plan.dtype) for head in heads]
 
     def _own_models(self) -> list[TransformersModel]:
         """Return the chunks that transformers computes."""

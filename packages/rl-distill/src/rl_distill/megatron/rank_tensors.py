@@ -1,6 +1,7 @@
 """A rank's tensors by Hugging Face name: for export, for checkpoints, and for memory accounting."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from rl_distill.architecture.tensor_shapes import is_hidden_matrix, tensor_shape
 from rl_distill.checkpoints.pieces import Piece
 from rl_distill.megatron.convert import Shard, TensorBlock, held_rows
 from rl_distill.megatron.lora import PARAMETER
-from rl_distill.megatron.optimizer import Parameters, RankAdam
+from rl_distill.megatron.optimizer import AVERAGE, Parameters, RankAdam
 from rl_distill.megatron.overlap import gather_weights
 from rl_distill.megatron.parallel import group_of_copies
 from rl_distill.megatron.setup import ModelPlan, chunk_blocks, fill_adapter
@@ -106,7 +107,7 @@ class RankTensors:
         """Return copies of this rank's checkpoint state: float32 weights (or the adapter) and Adam's moments."""
         adam, parameters = self.adam, self._parameters()
         with adam.on_device():
-            states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in ("exp_avg", "exp_avg_sq")}
+            states = {name: [adam.moments(chunk, name) for chunk in parameters] for name in self.adam.kinds}
             masters = [adam.master_weights(chunk) for chunk in parameters]
             states["weights"] = [{**w, **(m or {})} for w, m in zip(self._saved(), masters, strict=True)]
             return [
@@ -117,7 +118,7 @@ class RankTensors:
 
     def empty_state(self) -> tuple[States, dict[str, list[TensorBlock]]]:
         """Return float32 tensors to load a checkpoint into, by Megatron's name per chunk, and their blocks."""
-        of_kind: States = {"weights": self._saved(), "exp_avg": self._parameters(), "exp_avg_sq": self._parameters()}
+        of_kind: States = {"weights": self._saved(), **{name: self._parameters() for name in self.adam.kinds}}
         states = {
             kind: [{n: torch.zeros_like(p, dtype=torch.float32).detach() for n, p in chunk.items()} for chunk in chunks]
             for kind, chunks in of_kind.items()
@@ -133,7 +134,7 @@ class RankTensors:
                 weights = states["weights"][index]
                 for name, live in self._saved()[index].items():
                     live.copy_(weights[name])
-                moments = {name: states[name][index] for name in ("exp_avg", "exp_avg_sq")}
+                moments = {name: states[name][index] for name in self.adam.kinds}
                 adam.load(parameters, step=step, moments=moments, master=weights if is_bf16 else None)
 
     def hidden_matrices(self) -> Iterator[tuple[torch.nn.Parameter, Callable[[Tensor], list[TensorBlock]]]]:
@@ -164,6 +165,22 @@ class RankTensors:
                 fill_adapter(adapter, plan, shard, rank=rank, frozen=frozen)
                 master = {name: parameter.detach().float() for name, parameter in parameters.items()}
                 self.adam.load(parameters, step=0, moments={}, master=master if plan.dtype != torch.float32 else None)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Compute with the moving average of the weights inside the context."""
+        with torch.no_grad(), self.adam.on_device():
+            chunks = self._parameters()
+            live = [parameter.detach().clone() for chunk in chunks for parameter in chunk.values()]
+            for chunk in chunks:
+                for name, average in self.adam.moments(chunk, AVERAGE).items():
+                    chunk[name].copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, own in zip((p for chunk in chunks for p in chunk.values()), live, strict=True):
+                    parameter.copy_(own)
 
     @property
     def adam(self) -> RankAdam:

@@ -34,7 +34,6 @@ class RankTrainer(RankModel):
     def __init__(self, plan: ModelPlan, *, device: torch.device | None = None) -> None:
         """Build this rank's part; see `RankModel`."""
         super().__init__(plan, device=device)
-        self._teacher_heads: list[Tensor] = []
         self._adapter, self._kept_adapters = FIRST_ADAPTER, dict[str, KeptAdapter]()
         if plan.options.offload_optimizer and self._device.type != "cpu":
             self.keep_optimizer_on_host()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged, token_positions
-from rl_core.errors import CheckpointError, NotReadyError
+from rl_core.errors import CheckpointError, NotReadyError, SettingsError
 from rl_core.record_fields import converts_arguments
 from rl_core.weights import WeightUpdate
 from rl_core.weights.broadcast import SenderOptions, join_offers
@@ -40,7 +40,7 @@ from rl_distill.learner import (
 from rl_distill.megatron.host import RankHost
 from rl_distill.megatron.model import Head
 from rl_distill.megatron.rank_batches import RankShare, ShareResult
-from rl_distill.megatron.rank_model import RankModel
+from rl_distill.megatron.rank_model import RankModel, Weights
 from rl_distill.megatron.rank_tensors import Exported
 from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.ranks import LearnerRanks
@@ -74,6 +74,7 @@ class RankedModel:
     trains: ClassVar[bool] = True
     replays: ClassVar[bool] = False
     _lora = LoraOptions()
+    _average_decay = 0.0
 
     def __init__(
         self,
@@ -115,6 +116,7 @@ class RankedModel:
         self._options = options = replace(options, products=products)
         source, head = self._source, self.head
         plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, trains=self.trains, lora=lora)
+        plan = replace(plan, average_decay=self._average_decay)
         built = self._ranks.call_all(RankHost.build, self._name, plan)
         self._min_shared = options.shared_prefix_tokens if all(shares for _, shares in built) else 0
         self.num_parameters = sum(num_parameters for num_parameters, _ in built)
@@ -145,14 +147,59 @@ class RankedModel:
         elif ranks is not None and ranks.is_alive:
             ranks.call_all(RankHost.drop, self._name)
 
-    def _score(self, batch: Batch, *, temperature: float = 1.0, is_base: bool = False) -> Ragged:
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0) -> Ragged:
+        """Return float32 logprobs of all tokens in the batch's row order; 0 at the first token of each trajectory."""
+        return self._score(batch, temperature=temperature)
+
+    def _score(self, batch: Batch, *, temperature: float = 1.0, weights: Weights = "policy") -> Ragged:
         """Compute one float32 per token, or per id in `target_ids`, in the batch's row order; see `Scorer`."""
         check_temperature(temperature)
         ids = batch.ragged("input_ids")
         shares, rows = self._shares(batch.only({"input_ids", "target_ids", NUCLEUS, ROUTED_EXPERTS} & batch.names))
-        scores = self._call_shares(RankModel.score, shares, temperature=temperature, is_base=is_base)
+        scores = self._call_shares(RankModel.score, shares, temperature=temperature, weights=weights)
         tokens = in_batch_order(batch, rows, scores)
         return tokens.get("values", Ragged(np.zeros(len(ids.values), dtype=np.float32), ids.offsets))
+
+    def score(
+        self,
+        batch: Batch,
+        *,
+        top_k: int,
+        temperature: float = 1.0,
+        has_hidden: bool = False,
+        weights: Weights = "policy",
+    ) -> tuple[Ragged, Ragged, Ragged | None]:
+        """Score each token given the tokens before it, as a teacher.
+
+        Args:
+            batch: Batch with `input_ids`.
+            top_k: Number of most probable tokens to return.
+            temperature: Divisor of the logits.
+            has_hidden: True to return the hidden states. A model in training keeps the output matrix that belongs to
+                them, in place of `load_teacher_heads`.
+            weights: Weights of a model in training: its own, those without its adapter, or the average that it keeps.
+
+        Returns:
+            float32 logprobs and int32 ids [K + 1] per token, with the token itself first and then the most probable
+            ones; 0 and -1 at the first token of each trajectory. float32 hidden states [H] that predict each token, or
+            None.
+
+        Raises:
+            SettingsError: top_k exceeds the vocabulary, or the temperature is out of range.
+            ShapeError: A token is outside the vocabulary, or a trajectory is too long.
+        """
+        check_temperature(temperature)
+        most = self._source.config.vocab_size
+        if not 0 <= top_k <= most:
+            raise SettingsError(f"top_k must be from 0 to {most}, the size of the teacher's vocabulary; found {top_k}.")
+        shares, rows = self._shares(batch.only({"input_ids"}))
+        scores = self._call_shares(
+            RankModel.score, shares, temperature=temperature, top_k=top_k, has_hidden=has_hidden, weights=weights
+        )
+        columns = in_batch_order(batch, rows, scores)
+        logprobs, ids = columns["logprobs"], columns["ids"].values.astype(np.int32)
+        ids[logprobs.offsets[:-1]] = -1
+        return logprobs, Ragged(ids, logprobs.offsets), columns.get("hidden")
 
     def _shares(self, batch: Batch) -> tuple[list[RankShare], list[Rows]]:
         """Return each data-parallel rank's share of the batch in micro-batch order, and the row indices of each."""
@@ -325,11 +372,11 @@ class TrainedModel(RankedModel):
         """
         self._check_no_gradients("load")
         adapter = self._trained_adapter()
-        options = self._options
+        options, also = self._options, ("average",) if self._average_decay else ()
         step = read_header(
             directory, config=self._source.config, dtype=options.dtype, algorithm=options.algorithm, adapter=adapter
         )
-        TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes(), self._source.config))
+        TensorFolder(directory / STATE_FOLDER).check(state_shapes(self._saved_shapes(), self._source.config, also=also))
         problems = self._ranks.call_all(RankHost.read_state, self._name, directory / STATE_FOLDER)
         if any(problems):
             self._ranks.call_all(RankHost.forget_state, self._name)

@@ -46,6 +46,7 @@ class ModelPlan:
         head: Output of the model: token scores or values.
         trains: False builds neither gradients nor an optimizer.
         lora: Adapter that trains instead of the weights; rank 0 for none.
+        average_decay: Share of the moving average of the weights that each step keeps; 0 keeps no average.
     """
 
     source: PolicySource
@@ -54,6 +55,7 @@ class ModelPlan:
     head: Head = "policy"
     trains: bool = True
     lora: LoraOptions = field(default_factory=LoraOptions)
+    average_decay: float = 0.0
 
     @property
     def dtype(self) -> torch.dtype:

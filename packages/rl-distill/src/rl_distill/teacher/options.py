@@ -78,11 +78,33 @@ class TeacherOptions:
 
 
 @settings_record
+class SelfTeacherOptions:
+    """A teacher that is the policy itself, with other weights or under another prompt.
+
+    Attributes:
+        model: The teacher's weights: "policy" (the current ones), "reference" (the initial ones) or "average" (a moving
+            average of the policy's). none turns it off.
+        prompts: The teacher's prompts, each a column of the prompts with text or messages, or a template such as
+            "{prompt} Hint: {hint}". A template may have columns, {prompt}, {feedback} (a text in the reward's extras)
+            and {best_response} (of another session). The first that has a value for each name is used; without any,
+            the trajectory has no teacher. An empty list keeps the policy's prompt.
+        min_reward: Minimum reward of {best_response}.
+        average_decay: Share of the average that each update of the policy keeps.
+    """
+
+    model: Literal["policy", "reference", "average"] | None = None
+    prompts: tuple[Annotated[str, MinLen(1)], ...] = ()
+    min_reward: float = 1.0
+    average_decay: Annotated[float, Gt(0), Lt(1)] = 0.95
+
+
+@settings_record
 class DistillationOptions:
     """Distillation from teachers; off unless a teacher or a column of texts is set.
 
     Attributes:
         teachers: One table per teacher, `[distillation.teachers.NAME]`, with the options below.
+        self_teacher: The policy as its own teacher.
         default_teacher: Teacher for values of route_by that no other teacher scores. Without one, a single teacher
             without data_sources scores every prompt.
         route_by: Column of the prompts that selects the teacher: "data_source" or any other.
@@ -110,6 +132,7 @@ class DistillationOptions:
     """
 
     teachers: dict[str, TeacherOptions] = field(default_factory=dict)
+    self_teacher: SelfTeacherOptions = field(default_factory=SelfTeacherOptions)
     default_teacher: str | None = None
     route_by: Annotated[str, MinLen(1)] = "data_source"
     loss: LossName = "forward_kl"
@@ -139,7 +162,12 @@ class DistillationOptions:
     @property
     def is_on(self) -> bool:
         """Whether the policy learns from teachers or from their texts."""
-        return bool(self.teachers) or self.texts is not None
+        return self.has_teacher or self.texts is not None
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher scores tokens: another model, or the policy itself."""
+        return bool(self.teachers) or self.self_teacher.model is not None
 
     @property
     def needs_hidden(self) -> bool:
@@ -159,6 +187,8 @@ class DistillationOptions:
             yield from self._unused()
             return
         yield from self._combinations()
+        if self.self_teacher.model is not None:
+            yield from self._self_problems()
         for name, teacher in self.teachers.items():
             if not _TEACHER_NAME.fullmatch(name):
                 yield (
@@ -172,16 +202,16 @@ class DistillationOptions:
         """Yield a message for each option that has no effect because distillation is off."""
         for option in fields(self):
             name, value = option.name, getattr(self, option.name)
-            if name != "teachers" and value != option.default and (name, value) != ("loss", "nll"):
+            if value not in (option.default, {}, SelfTeacherOptions()) and (name, value) != ("loss", "nll"):
                 yield (
                     f"{name} = {str(value)!r} has no effect, since distillation is off. Add "
-                    "[distillation.teachers.NAME], or omit it."
+                    "[distillation.teachers.NAME] or distillation.self_teacher.model, or omit it."
                 )
 
     def _combinations(self) -> Iterator[str]:
-        if self.loss == "nll" and self.teachers:
+        if self.loss == "nll" and self.has_teacher:
             yield 'loss = "nll" imitates texts and needs no teacher; omit teachers, or choose another loss.'
-        if not self.teachers and self.loss != "nll":
+        if not self.has_teacher and self.loss != "nll":
             yield (
                 f'loss = "{self.loss}" compares with a teacher; add [distillation.teachers.NAME], or set loss = "nll".'
             )
@@ -197,6 +227,18 @@ class DistillationOptions:
             )
         if self.other_tokenizer == "align" and self.distribution == "full":
             yield 'other_tokenizer = "align" cannot compare full distributions; set distribution = "top_k".'
+
+    def _self_problems(self) -> Iterator[str]:
+        """Yield a message for each option that a policy that teaches itself does not support."""
+        model = self.self_teacher.model
+        for name in ("teachers", "texts", "default_teacher", "cache", "other_tokenizer"):
+            if getattr(self, name) not in (None, {}, "refuse"):
+                yield f'self_teacher.model = "{model}" scores all trajectories with the learner; omit {name}.'
+        if model == "policy" and not self.self_teacher.prompts:
+            yield (
+                'self_teacher.model = "policy" needs self_teacher.prompts, since the policy under its own prompt has '
+                'nothing to teach itself. Set them, or model = "average" or "reference".'
+            )
 
     def _teacher_problems(self, name: str, teacher: TeacherOptions) -> Iterator[str]:
         """Yield a message for each request that a teacher does not support."""

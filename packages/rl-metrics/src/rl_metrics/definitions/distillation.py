@@ -57,7 +57,8 @@ DISTILLATION = (
     *_comparison("actor/distillation", of=""),
     token_mean(
         "actor/distillation/aligned_fraction",
-        "Share of trained tokens that a teacher scored; below 1 if its tokenizer differs.",
+        "Share of trained tokens that a teacher scored; below 1 if its tokenizer differs, or if trajectories have no "
+        "teacher's prompt.",
         healthy=between(0.5, 1.0),
     ),
     *_comparison("actor/distillation/{teacher}", of=", on this teacher's tokens"),
@@ -67,5 +68,5 @@ DISTILLATION = (
     step_mean("teacher/{teacher}/tokens_per_s", "Tokens scored per second and replica.", "tokens/s"),
     total("teacher/{teacher}/restarts", "Restarts of its replicas after they died.", "times", healthy=ZERO),
     total("teacher/{teacher}/cache_hits", "Trajectories whose scores came from the store.", "trajectories"),
-    seconds("teacher", "Waiting for teachers after the step's last rollout"),
+    seconds("teacher", "Waiting for teachers after the step's last rollout, or scoring with the learner as its own"),
 )

@@ -96,12 +96,11 @@ ACTOR = (
     step_mean("actor/grad_norm", "Global gradient norm before clipping.", healthy=GRAD_NORM),
     newest("actor/lr", "Learning rate of the step."),
     total("actor/skipped_updates", "Updates skipped because loss or gradients were not finite.", "updates"),
-    token_mean("sft/loss", "Cross entropy of the warm start's demonstrations.", "nats"),
-    token_mean("sft/token_accuracy", "Share of demonstration tokens that were the top prediction."),
-    step_mean("sft/grad_norm", "Global gradient norm of the warm start before clipping."),
-    newest("sft/lr", "Learning rate of the warm start."),
-    total("sft/num_tokens", "Demonstration tokens that trained.", "tokens"),
-    step_mean("sft/throughput", "Demonstration tokens per second.", "tokens/s"),
+    token_mean("sft/loss", "Cross entropy of the trained tokens of demonstrations, in supervised training.", "nats"),
+    step_mean("sft/grad_norm", "Global gradient norm of supervised training before clipping."),
+    newest("sft/lr", "Learning rate of supervised training."),
+    token_mean("sft/validation_loss", "Cross entropy of the trained tokens of validation demonstrations.", "nats"),
+    newest("sft/validation_perplexity", "Perplexity of these tokens: the exponential of that cross entropy."),
 )
 
 CRITIC = (

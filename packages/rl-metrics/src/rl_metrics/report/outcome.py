@@ -146,6 +146,7 @@ def _figures(history: History, *, is_imitation: bool) -> list[Figure]:
         _figure(history, "actor/distillation/loss", distilled, is_up_better=False),
         _figure(history, score, "the training reward"),
         _figure(history, "sft/loss", "the cross entropy", is_up_better=False),
+        _figure(history, "sft/validation_loss", "the validation loss", is_validation=True, is_up_better=False),
         *(_figure(history, name, _validation_label(name), is_validation=True) for name in validated[:MAX_VALIDATIONS]),
         *(
             _figure(history, f"test/{name}", f"the test set's {name.replace('_', ' ')}", is_validation=True)
@@ -250,7 +251,7 @@ def _trained(run: RunRecord, settings: Mapping[str, str]) -> list[tuple[str, str
     staleness = settings.get("schedule.max_staleness")
     known = (
         ("model", settings.get("policy.path")),
-        ("method", _method(run.settings, settings)),
+        ("method", "supervised" if "sft.columns" in settings else _method(run.settings, settings)),
         ("data", settings.get("prompts.train")),
         ("reward", settings.get("reward.function")),
         ("a step", f"{prompts} prompts, {group} responses each" if prompts and group else ""),

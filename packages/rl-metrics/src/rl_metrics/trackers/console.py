@@ -92,11 +92,12 @@ SETTLE_S = 0.5
 
 READINGS = (
     ("loss", "{:.4f}", "sft/loss"),
+    ("validation loss", "{:.4f}", "sft/validation_loss"),
     ("reward", "{:.3f}", "critic/rewards/mean", "critic/score/mean"),
     ("kl", "{:.2g}", "actor/kl_loss", "actor/reference_kl", "actor/ppo_kl", "rollout_corr/kl"),
     ("entropy", "{:.3f}", "actor/entropy"),
     ("replayed", "{:.0%}", "rollout/replayed"),
-    ("speed", "{:,.0f} tok/s", "perf/throughput", "sft/throughput"),
+    ("speed", "{:,.0f} tok/s", "perf/throughput"),
 )
 """Label, format and metrics of each shown value of a step; the first metric that the step has is shown."""
 

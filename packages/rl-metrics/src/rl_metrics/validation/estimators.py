@@ -136,23 +136,35 @@ def mean_intervals(values: Floats, *, level: float = 0.95, num_draws: int = 1000
     Returns:
         [2, M] lower and upper ends; NaN for a metric with fewer than two prompts that count, or with an infinite one.
     """
-    num_prompts, num_metrics = values.shape
+    num_metrics = values.shape[1]
     counted = ~np.isnan(values)
     has_interval = (counted.sum(axis=0) >= 2) & ~np.isinf(values).any(axis=0)
     if not has_interval.any():
         return np.full((2, num_metrics), np.nan)
+    tail = (1.0 - level) / 2.0
+    means = bootstrap_means(np.where(counted & ~has_interval, 0.0, values), num_draws=num_draws, seed=seed)
+    ends = np.nanquantile(np.where(has_interval, means, 0.0), [tail, 1.0 - tail], axis=0)
+    return np.where(has_interval, ends, np.nan)
+
+
+def bootstrap_means(values: Floats, *, num_draws: int, seed: int = 0) -> Floats:
+    """Return [D, M] means of several metrics over resampled prompts; NaN if no drawn prompt counts.
+
+    Args:
+        values: [P, M] float, one number per prompt and metric; NaN if a prompt does not count in the metric.
+        num_draws: D, the number of bootstrap resamples.
+        seed: Seed of the draws.
+    """
+    counted = ~np.isnan(values)
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, 0], dtype=np.uint64)))
-    columns = np.concatenate([_rounded(np.where(counted & has_interval, values, 0.0)), counted], axis=1)
+    columns = np.concatenate([_rounded(np.where(counted, values, 0.0)), counted], axis=1)
     kinds, counts = np.unique(columns, axis=0, return_counts=True)  # such as right and wrong, with one response each
-    per_chunk = max(1, CHUNK // num_prompts)
+    per_chunk = max(1, CHUNK // len(values))
     means = [
         _resampled_means(kinds, counts, min(per_chunk, num_draws - start), generator)
         for start in range(0, num_draws, per_chunk)
     ]
-    tail = (1.0 - level) / 2.0
-    drawn = np.where(has_interval, np.concatenate(means), 0.0)
-    ends = np.nanquantile(drawn, [tail, 1.0 - tail], axis=0)
-    return np.where(has_interval, ends, np.nan)
+    return np.concatenate(means)
 
 
 def _rounded(values: Floats) -> Floats:

@@ -95,7 +95,7 @@ def final_answer(text: str) -> str | None:
 
     That is the content of its last `\boxed{}`, or of boxes that only "and", "or" or a comma separate. Without a box it
     is what follows the last "answer is", "Answer:" or "####". Otherwise it is the whole text if that is one expression,
-    or else the last expression, with those that "and", "or" or a comma join to it.
+    or else the last expression, with those that "and", "or" or a comma join to it. A question at the end is no answer.
     """
     if (boxed := boxed_answer(text)) is not None:
         return boxed
@@ -108,6 +108,8 @@ def final_answer(text: str) -> str | None:
         anchor = found if text[found.end() :].strip() else anchor
     if anchor is not None:
         return _after_anchor(text[anchor.end() :])
+    if (asked := text.rstrip()).endswith("?"):
+        text = asked[: max(asked.rfind(mark) for mark in (". ", "! ", "? ", "\n")) + 1]
     return option[1] if option is not None else _bare(text) or _last_expression(text)
 
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,8 +29,8 @@ class RewardServiceError(RLError, ConnectionError):
 
 
 @settings_record
-class HttpReward:
-    """Asks a service, which returns a number or {"reward": ..., "components": {...}, "extras": {...}}.
+class HttpService:
+    """A service that answers a POST of JSON, with retries.
 
     Failed connections, timeouts and the statuses 408, 429, 500, 502, 503 and 504 are retried, with pauses that double
     or that the answer's Retry-After sets, up to half a minute. Any other status fails at once.
@@ -43,16 +43,16 @@ class HttpReward:
         headers: Headers of each request; in settings, "Bearer $NAME" inserts an environment variable.
         token_env: Environment variable whose value is sent as `Authorization: Bearer ...`, so that no setting contains
             it.
-        send: Fields of RewardInput to send.
     """
 
+    owner: ClassVar[str] = "reward 'http'"
+    kind: ClassVar[str] = "reward service"
     url: str
     timeout_s: PositiveFloat = 10.0
     retries: NonNegativeInt = 3
     backoff_s: NonNegativeFloat = 0.5
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     token_env: str = ""
-    send: tuple[str, ...] = DEFAULT_SENT
     client_options: Mapping[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,12 +68,10 @@ class HttpReward:
         except httpx.InvalidURL:
             is_url = False
         if not is_url:
-            raise SettingsError(f"url of reward 'http' must start with http:// or https://; found {self._shown!r}.")
-        for name in sorted({*self.send} - {*SENT}):
-            raise SettingsError(f"send of reward 'http' has {name!r}; known: {', '.join(SENT)}.")
+            raise SettingsError(f"url of {self.owner} must start with http:// or https://; found {self._shown!r}.")
         if self.token_env and self.token_env not in os.environ:
-            raise SettingsError(f"token_env of reward 'http': the environment variable {self.token_env!r} is not set.")
-        check_headers(self._headers(), where="reward 'http'")
+            raise SettingsError(f"token_env of {self.owner}: the environment variable {self.token_env!r} is not set.")
+        check_headers(self._headers(), where=self.owner)
         # Connections are not reused: a scorer may run in one event loop after another, and be closed outside of any.
         limits = httpx.Limits(max_keepalive_connections=0)
         certificates = httpx.create_ssl_context()  # reading them takes 20 ms
@@ -83,16 +81,15 @@ class HttpReward:
     async def rehearse(self, prompt: Prompt) -> None:
         """Do nothing: the service is not called before the run."""
 
-    async def __call__(self, given: RewardInput) -> RewardResult:
-        """Score one response.
+    async def ask(self, content: bytes) -> str:
+        """Return the answer to a JSON document, without the secrets of the request.
 
         Raises:
             RewardServiceError: The service cannot be reached or is busy, after all retries.
             DeadlineError: The service took too long, after all retries.
-            DataError: The answer is not a reward.
+            DataError: The answer is too long, or has another status.
         """
         httpx = _library()
-        content = json.dumps({name: getattr(given, name) for name in self.send}, default=_plain).encode()
         async with httpx.AsyncClient(headers=self._headers(), **self.client_options) as client:
             attempt = 0
             while True:
@@ -105,7 +102,7 @@ class HttpReward:
                         raise self._no_answer(error) from error
                 else:
                     if status not in RETRIED_STATUS or is_last:
-                        return self._read(status, body)
+                        return self._text(status, body)
                     pause_s = _retry_after_s(headers) or pause_s
                 await asyncio.sleep(pause_s)
                 attempt += 1
@@ -117,40 +114,29 @@ class HttpReward:
             async for piece in response.aiter_bytes():
                 body += piece
                 if len(body) > MAX_ANSWER_BYTES:
-                    raise DataError(f"reward service {self._shown} answered with more than {MAX_ANSWER_BYTES} bytes.")
+                    raise DataError(f"{self.answerer} answered with more than {MAX_ANSWER_BYTES} bytes.")
             return response.status_code, response.headers, bytes(body)
 
     def _no_answer(self, error: Exception) -> RLError:
         tried = f"tried {self.retries + 1} times"
         if isinstance(error, TimeoutError | _library().TimeoutException):
-            return DeadlineError(f"reward service {self._shown} did not answer within {self.timeout_s:g} s; {tried}.")
-        return RewardServiceError(
-            f"reward service {self._shown} cannot be reached ({self._hide(preview_error(error))}); {tried}."
-        )
+            return DeadlineError(f"{self.answerer} did not answer within {self.timeout_s:g} s; {tried}.")
+        return RewardServiceError(f"{self.answerer} cannot be reached ({self._hide(preview_error(error))}); {tried}.")
 
-    def _read(self, status: int, body: bytes) -> RewardResult:
+    def _text(self, status: int, body: bytes) -> str:
         text = self._hide(body.decode("utf-8", errors="replace"))  # a service may echo its request
-        answered, beginning = f"reward service {self._shown} answered with", cut(text, max_characters=200)
+        beginning = cut(text, max_characters=200)
         if status in RETRIED_STATUS:
             times = f"{self.retries + 1} times"
-            raise RewardServiceError(f"{answered} status {status} {times}, last with {beginning!r}.")
+            raise RewardServiceError(f"{self.answerer} answered with status {status} {times}, last with {beginning!r}.")
         if status != 200:
-            raise DataError(f"{answered} status {status}: {beginning!r}.")
-        try:
-            answer = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{answered} invalid JSON: {beginning!r}.") from error
-        if not isinstance(answer, dict):
-            return RewardResult(reward=answer)
-        if "reward" not in answer:
-            raise DataError(
-                f"reward service {self._shown} answered without 'reward'; it has {preview(sorted(answer))}. "
-                'Answer with a number, or as in {"reward": 1.0, "components": {"acc": 1.0}}.'
-            )
-        components, extras = answer.get("components") or {}, answer.get("extras") or {}
-        if not isinstance(components, dict) or not isinstance(extras, dict):
-            raise DataError(f"reward service {self._shown} must return components and extras as objects.")
-        return RewardResult(reward=answer["reward"], components=components, extras=extras)
+            raise DataError(f"{self.answerer} answered with status {status}: {beginning!r}.")
+        return text
+
+    @property
+    def answerer(self) -> str:
+        """The service and its URL, without secrets."""
+        return f"{self.kind} {self._shown}"
 
     @property
     def _shown(self) -> str:
@@ -164,6 +150,55 @@ class HttpReward:
     def _headers(self) -> dict[str, str]:
         token = {"Authorization": f"Bearer {os.environ.get(self.token_env, '')}"} if self.token_env else {}
         return {"Content-Type": "application/json", **self.headers, **token}
+
+
+@settings_record
+class HttpReward(HttpService):
+    """Asks a service, which returns a number or {"reward": ..., "components": {...}, "extras": {...}}.
+
+    Attributes:
+        send: Fields of RewardInput to send.
+    """
+
+    send: tuple[str, ...] = DEFAULT_SENT
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            MissingExtraError: httpx is not installed.
+            SettingsError: An option is invalid.
+        """
+        HttpService.__post_init__(self)
+        for name in sorted({*self.send} - {*SENT}):
+            raise SettingsError(f"send of reward 'http' has {name!r}; known: {', '.join(SENT)}.")
+
+    async def __call__(self, given: RewardInput) -> RewardResult:
+        """Score one response.
+
+        Raises:
+            RewardServiceError: The service cannot be reached or is busy, after all retries.
+            DeadlineError: The service took too long, after all retries.
+            DataError: The answer is not a reward.
+        """
+        values = {name: getattr(given, name) for name in self.send}
+        text = await self.ask(json.dumps(values, default=_plain).encode())
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            beginning = cut(text, max_characters=200)
+            raise DataError(f"{self.answerer} answered with invalid JSON: {beginning!r}.") from error
+        if not isinstance(answer, dict):
+            return RewardResult(reward=answer)
+        if "reward" not in answer:
+            raise DataError(
+                f"{self.answerer} answered without 'reward'; it has {preview(sorted(answer))}. "
+                'Answer with a number, or as in {"reward": 1.0, "components": {"acc": 1.0}}.'
+            )
+        components, extras = answer.get("components") or {}, answer.get("extras") or {}
+        if not isinstance(components, dict) or not isinstance(extras, dict):
+            raise DataError(f"{self.answerer} must return components and extras as objects.")
+        return RewardResult(reward=answer["reward"], components=components, extras=extras)
 
 
 def _library() -> Any:

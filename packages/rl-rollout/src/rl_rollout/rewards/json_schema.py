@@ -1,5 +1,6 @@
-"""Reward for JSON that fits a schema, using the jsonschema library in worker processes."""
+"""Rewards for JSON: that fits a schema, by the jsonschema library in worker processes, or has the right fields."""
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -8,7 +9,7 @@ from typing import Any
 
 from rl_core.data import Json
 from rl_core.errors import DataError, MissingExtraError, SettingsError
-from rl_core.record_fields import PositiveFloat, PositiveInt, settings_record
+from rl_core.record_fields import NonNegativeFloat, PositiveFloat, PositiveInt, settings_record
 from rl_rollout.rewards.check_processes import CheckProcesses, main
 from rl_rollout.rewards.outputs import cut, preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
@@ -104,6 +105,60 @@ class JsonSchemaReward:
         return schema
 
 
+@settings_record
+class JsonFields:
+    """Share of the ground truth's fields that the response's JSON object has with equal values.
+
+    The response's JSON is its text after the thinking, or else its last fenced block. Numbers are equal by value, and
+    `true` is no 1; texts are equal without spaces at both ends; lists and objects in all their items. Other fields of
+    the response do not count. Component: `parsed`. The extras list the wrong fields.
+
+    Attributes:
+        fields: Fields to compare; empty compares all of the ground truth.
+        is_fractional: False gives 1 only if all fields are equal, else 0.
+        relative: Accepted difference of numbers, as a share of the ground truth's.
+    """
+
+    fields: tuple[str, ...] = ()
+    is_fractional: bool = True
+    relative: NonNegativeFloat = 0.0
+
+    def __call__(self, given: RewardInput) -> RewardResult:
+        """Score one response.
+
+        Raises:
+            DataError: The ground truth is not an object with these fields.
+        """
+        row = given.ground_truth
+        with contextlib.suppress(ValueError):
+            row = json.loads(row) if isinstance(row, str) else row
+        names = self.fields or tuple(row if isinstance(row, Mapping) else ())
+        if not names or not isinstance(row, Mapping) or not {*names} <= row.keys():
+            wanted = f"JSON with {', '.join(self.fields) or 'fields'}"
+            raise DataError(f"the ground truth must be {wanted}; found {preview(given.ground_truth)}. Repair the row.")
+        found: Json = None
+        with contextlib.suppress(ValueError, RecursionError):
+            found = read_json(given.final_text)
+        values = found if isinstance(found, dict) else {}
+        wrong = [name for name in names if name not in values or not self._is_equal(values[name], row[name])]
+        reward = 1.0 - len(wrong) / len(names) if self.is_fractional else float(not wrong)
+        components = {"parsed": float(isinstance(found, dict))}
+        return RewardResult(reward=reward, components=components, extras={"wrong_fields": wrong} if wrong else {})
+
+    def _is_equal(self, found: Any, expected: Any) -> bool:
+        """Compare values of JSON. The ground truth bounds the depth."""
+        if all(isinstance(one, int | float) and not isinstance(one, bool) for one in (found, expected)):
+            with contextlib.suppress(OverflowError):  # of a number of hundreds of digits
+                return bool(found == expected or abs(found - expected) <= self.relative * abs(expected))
+        if isinstance(expected, Mapping) and isinstance(found, dict):
+            return found.keys() == expected.keys() and all(self._is_equal(found[k], expected[k]) for k in found)
+        if isinstance(expected, list | tuple) and isinstance(found, list):
+            return len(found) == len(expected) and all(map(self._is_equal, found, expected))
+        if isinstance(expected, str) and isinstance(found, str):
+            return found.strip() == expected.strip()
+        return type(found) is type(expected) and bool(found == expected)
+
+
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 MAX_CHARACTERS = 1 << 20
 WRONG = {"parsed": 1.0, "valid": 0.0, "fitting": 0.0, "reason": "the response cannot be checked"}
@@ -158,26 +213,37 @@ def libraries() -> tuple[Any, Any]:
     return jsonschema, referencing
 
 
-def read_json(text: str) -> Json:
+def read_json(text: str) -> Any:
     """Parse the whole text as JSON, or else its last fenced block.
 
     Raises:
-        ValueError: Neither is JSON, or the text is too long.
+        ValueError: Neither is JSON, an object has a key twice, or the text is too long.
     """
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{len(text)} characters; at most {MAX_CHARACTERS} are read")
     try:
-        return json.loads(text, parse_constant=refuse_constant)
+        return STRICT.decode(text)
     except (ValueError, RecursionError):
         blocks = FENCE.findall(text)
         if not blocks:
             raise
-    return json.loads(blocks[-1], parse_constant=refuse_constant)
+    return STRICT.decode(blocks[-1])
 
 
 def refuse_constant(name: str) -> Json:
     """Reject NaN and Infinity, which only Python's parser accepts."""
     raise ValueError(f"{name} is not JSON")
+
+
+def refuse_double_keys(items: list[tuple[str, Json]]) -> dict[str, Json]:
+    """Reject an object that gives a key several values: each reader of JSON would choose another."""
+    found = dict(items)
+    if len(found) < len(items):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+STRICT = json.JSONDecoder(parse_constant=refuse_constant, object_pairs_hook=refuse_double_keys)
 
 
 def first_error(validator: Any, found: Json) -> str | None:

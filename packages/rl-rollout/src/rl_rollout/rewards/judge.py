@@ -1,22 +1,27 @@
-"""Reward from a judge model: asks an engine, and reads a score from its answer."""
+"""Reward from a judge model: asks an engine or a service, and reads a score from its answer."""
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
 
 import numpy as np
 
 from rl_core.data import IntArray, Prompt
 from rl_core.errors import RolloutError, SettingsError
-from rl_core.record_fields import settings_record
+from rl_core.record_fields import PositiveInt, settings_record
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
+from rl_rollout.rewards.answers import final_text
+from rl_rollout.rewards.judge_endpoint import JudgeEndpoint
 from rl_rollout.rewards.outputs import preview
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.scorer import reward_input
 
-FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source|column:[^{}]+)\}")
+FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source|boundary|column:[^{}]+)\}")
 # "8/10", "8 out of 10" and "8 on a scale of 0-10" are scores of 8, followed by the scale.
 SCALE = re.compile(
     r"(?:(?<=\d)\s*/|(?<=\d)\s+(?:out\s+)?of\b|\bscale\s+(?:of|from)\b)\s*(?:(?:an?|the)\s+\w+\s+(?:of\s+)?)?"
@@ -32,6 +37,8 @@ NAMED = re.compile(
     re.IGNORECASE,
 )
 ASIDE = re.compile(r"\([^()]*\)")
+# A judge may quote the response, which may hold a score. Quotes without digits may be the keys of JSON.
+QUOTED = re.compile(r'"[^"\n]*"|\u201c[^\u201d\n]*\u201d|`[^`\n]*`|^[ \t]*>.*$', re.MULTILINE)
 YES_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
@@ -65,19 +72,32 @@ class JudgeModel:
 
         return cls(engine=engine, encode=encode, decode=tokenizer.decode)
 
+    async def answers(self, question: str, sampling: SamplingParams, *, num_samples: int) -> list[tuple[str, str]]:
+        """Return the texts and finish reasons of the engine's answers.
+
+        Raises:
+            EngineError: The engine cannot serve the request.
+        """
+        ids = np.asarray(self.encode(question), dtype=np.int32)
+        request = GenerateRequest(input_ids=ids, sampling=sampling, num_samples=num_samples)
+        found = await self.engine.generate(request)
+        texts = self.decode([generation.token_ids for generation in found])
+        return [(text, generation.finish_reason) for text, generation in zip(texts, found, strict=True)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeReward:
     """A judge's score of a response, scaled so that `low` gives 0 and `high` gives 1.
 
-    The judge answers greedily unless temperature is above 0. The last match in the answer counts. An answer without a
-    score between low and high is a failure. So is a cut answer, because its verdict may be missing. Component: `score`,
-    as the judge gave it. The extras contain the judge's answer.
+    The judge answers greedily unless temperature is above 0. The last match in the answer counts, after the judge's
+    thinking. An answer without a score between low and high is a failure. So is a cut answer, because its verdict may
+    be missing. Component: `score`, as the judge gave it. The extras contain the judge's answer.
 
     Attributes:
-        model: The judge's engine and tokenizer. This is not a setting: the code that builds the reward passes it.
+        model: Options of JudgeEndpoint: `url`, `name` and others. Without them, the judge is the JudgeModel that the
+            code that builds the reward passes: in the trainers, the policy's engine.
         template: The question, with {prompt}, {response}, {ground_truth}, {data_source} and {column:NAME}; other braces
-            are literal.
+            are literal. {boundary} is 16 hex digits that the response cannot know, to enclose it.
         parse: "number" reads the last number that is named a score, such as in "Score: 9", or else the last one
             outside of parentheses; "yes_no" the last yes (`high`) or no (`low`). Anything else is a regular expression
             whose first group (or whole match) is a number.
@@ -89,9 +109,11 @@ class JudgeReward:
         seed: Sampling seed; None samples without one.
         max_response_characters: Maximum length of the response shown to the judge, in characters; the middle of a
             longer one is omitted.
+        num_samples: Number of answers, whose mean score counts; it needs a temperature above 0. Answers without a score
+            are left out if they are fewer than half. Component: `score_std`.
     """
 
-    model: JudgeModel
+    model: Any  # JudgeModel, JudgeEndpoint or its options
     template: str
     parse: str = "number"
     low: float = 0.0
@@ -101,6 +123,7 @@ class JudgeReward:
     temperature: float = 0.0
     seed: int | None = None
     max_response_characters: int = 100_000
+    num_samples: PositiveInt = 1
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -108,11 +131,15 @@ class JudgeReward:
         Raises:
             SettingsError: An option is invalid.
         """
-        if not isinstance(self.model, JudgeModel):
+        if isinstance(self.model, Mapping):
+            object.__setattr__(self, "model", JudgeEndpoint(**self.model))
+        if not isinstance(self.model, JudgeModel | JudgeEndpoint):
             raise SettingsError(
-                "model of reward 'judge' must be a JudgeModel, which the program passes: "
+                "model of reward 'judge' must be a table with url and name, or a JudgeModel, which the program passes: "
                 f"build_scorer(options, parts={{'model': JudgeModel(...)}}); found {preview(self.model)}."
             )
+        if self.num_samples > 1 and not self.temperature:
+            raise SettingsError("num_samples of reward 'judge' needs a temperature above 0: greedy answers are equal.")
         if "{response}" not in self.template:
             raise SettingsError(f"template of reward 'judge' must have {{response}}; found {preview(self.template)}.")
         if not -math.inf < self.low < self.high < math.inf:
@@ -146,21 +173,32 @@ class JudgeReward:
         Raises:
             NoScoreError: The answer was aborted or cut, or has no score between low and high.
             EngineError: The engine cannot serve the request.
+            RLError: As in `JudgeEndpoint.answers`.
         """
         sampling = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
-        ids = np.asarray(self.model.encode(self.ask(given)), dtype=np.int32)
-        (generation,) = await self.model.engine.generate(GenerateRequest(input_ids=ids, sampling=sampling))
-        (answer,) = self.model.decode([generation.token_ids])
-        if generation.finish_reason == "abort":
-            raise NoScoreError(f"the judge's answer was aborted after {len(generation.token_ids)} tokens.")
-        if generation.finish_reason == "length" and not self.accept_cut:
+        answers = await self.model.answers(self.ask(given), sampling, num_samples=self.num_samples)
+        scores, failures = list[float](), list[NoScoreError]()
+        for text, finish_reason in answers:
+            try:
+                scores.append(self._score_of(text, finish_reason))
+            except NoScoreError as failure:
+                failures.append(failure)
+        if len(failures) >= max(len(scores), 1):
+            raise failures[0]
+        score = statistics.fmean(scores)
+        components = {"score": score} | ({"score_std": statistics.pstdev(scores)} if self.num_samples > 1 else {})
+        reward = (score - self.low) / (self.high - self.low)
+        return RewardResult(reward=reward, components=components, extras={"judge_answer": answers[-1][0][-2000:]})
+
+    def _score_of(self, answer: str, finish_reason: str) -> float:
+        if finish_reason == "abort":
+            raise NoScoreError(f"the judge's answer was aborted after {len(answer)} characters.")
+        if finish_reason == "length" and not self.accept_cut:
             raise NoScoreError(
                 f"the judge's answer was cut at max_tokens = {self.max_tokens}; raise it, or set accept_cut = true "
                 f"to read cut answers. The answer ends: {preview(answer[-200:], max_characters=220)}."
             )
-        score = self.score_in(answer)
-        reward = (score - self.low) / (self.high - self.low)
-        return RewardResult(reward=reward, components={"score": score}, extras={"judge_answer": answer[-2000:]})
+        return self.score_in(final_text(answer))
 
     def ask(self, given: RewardInput) -> str:
         """Return the question to the judge. Fields of the template are not replaced inside the response.
@@ -174,6 +212,7 @@ class JudgeReward:
             "response": _middle_out(given.response_text, max_characters=self.max_response_characters),
             "ground_truth": str(given.ground_truth),
             "data_source": given.data_source,
+            "boundary": sha256(given.response_text.encode("utf-8", "replace")).hexdigest()[:16],
         }
 
         def value(match: re.Match[str]) -> str:
@@ -211,9 +250,9 @@ class JudgeReward:
 
 
 def _numbers(answer: str) -> list[re.Match[str]]:
-    """Return the numbers that may be the score: those named as one, or all outside of parentheses, or all."""
+    """Return the numbers that may be the score: those named as one, or all outside of parentheses or quotes, or all."""
     answer = SCALE.sub(" ", answer)
-    words = ASIDE.sub(" ", answer)
+    words = ASIDE.sub(" ", QUOTED.sub(lambda quote: " " if any(map(str.isdigit, quote[0])) else quote[0], answer))
     for text in (words, answer):
         if named := [found for name in NAMED.finditer(text) if (found := NUMBER.match(text, name.end()))]:
             return named

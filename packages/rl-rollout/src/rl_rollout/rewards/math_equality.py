@@ -355,7 +355,8 @@ def prepare(request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
     def judge() -> dict[str, Any]:
         answer: str | None = request["answer"] if "answer" in request else final_answer(request["response"])
-        return {"is_equal": answer is not None and len(answer) <= MAX_CHARACTERS and is_equal(gold, answer)}
+        is_right = answer is not None and len(answer) <= MAX_CHARACTERS and is_equal(gold, answer)
+        return {"is_equal": is_right, "answer": answer}
 
     return judge
 

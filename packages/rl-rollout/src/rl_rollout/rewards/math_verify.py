@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 from rl_core.data import Json
 from rl_core.errors import DataError, DeadlineError, MissingExtraError
@@ -13,6 +15,7 @@ from rl_rollout.rewards.check_processes import CheckProcesses
 from rl_rollout.rewards.math_notation import plain_math
 from rl_rollout.rewards.protocol import RewardInput, RewardResult
 from rl_rollout.rewards.quantities import quantity, same_units, same_values
+from rl_rollout.rewards.rules import voted
 
 MAX_QUICK = 200
 """Maximum length of numbers that are compared in place, in characters."""
@@ -25,7 +28,8 @@ class MathVerify:
     The answer is the content of the last `\boxed{}` after the response's thinking, or else what `final_answer` finds.
     Numbers in digits are compared exactly, equations as equations, and other expressions with the library, at several
     points. A comparison that takes longer than timeout_s counts as wrong, with the component `math_verify_timed_out` =
-    1. Worker processes start at the first use and always end with this process.
+    1. The extra `pred` is the answer, for majority votes. Worker processes start at the first use and always end with
+    this process.
     """
 
     @converts_arguments
@@ -55,15 +59,16 @@ class MathVerify:
         if given.ground_truth is None:
             raise DataError("the row has no ground truth, so math_verify cannot judge its responses. Repair the row.")
         gold, text = str(given.ground_truth), given.final_text
-        boxed = boxed_answer(text)
-        if boxed is None:
-            is_equal = await self._compare({"gold": gold, "response": text[-MAX_TAIL:]})
+        answer = boxed_answer(text)
+        if answer is None:
+            verdict = await self._verdict({"gold": gold, "response": text[-MAX_TAIL:]})
+            is_equal, answer = verdict.get("is_equal"), verdict.get("answer")
         else:
-            is_equal = await self.compare(gold, boxed)
+            is_equal = await self.compare(gold, answer)
         reward = float(is_equal or False)
-        return RewardResult(
-            reward=reward, components={"accuracy": reward, "math_verify_timed_out": float(is_equal is None)}
-        )
+        components = {"accuracy": reward, "math_verify_timed_out": float(is_equal is None)}
+        prediction = plain_math(answer) if answer and len(answer) <= MAX_QUICK else None
+        return replace(voted(reward, prediction), components=components)
 
     async def compare(self, gold: str, answer: str) -> bool | None:
         """Return True if an answer equals the gold answer; None if there is no verdict in time.
@@ -76,16 +81,16 @@ class MathVerify:
             first, second = quantity(plain_math(gold)), quantity(plain_math(answer))
             if (has_same_value := same_values(first, second)) is not None:
                 return same_units(first, second) and has_same_value
-        return await self._compare({"gold": gold, "answer": answer})
+        return (await self._verdict({"gold": gold, "answer": answer})).get("is_equal")
 
     def close(self) -> None:
         """Stop the workers. Can be called twice."""
         self._processes.close()
 
-    async def _compare(self, request: Mapping[str, Json]) -> bool | None:
+    async def _verdict(self, request: Mapping[str, Json]) -> dict[str, Any]:
+        """Return the worker's verdict; empty if there is none in time."""
         current_clock().pause()  # until a process is ready
         try:
-            verdict = await asyncio.to_thread(self._processes.check, request)
+            return await asyncio.to_thread(self._processes.check, request) or {}
         except DeadlineError:
-            return None
-        return None if verdict is None else bool(verdict["is_equal"])
+            return {}

@@ -108,9 +108,9 @@ class RewardOptions:
     """How responses are scored: by one reward function, or by a weighted sum of several.
 
     Attributes:
-        function: A built-in reward (exact_match, number_match, math_verify, code, http, json_schema, judge,
-            length_target, overlong), the name of a reward that another package installs, or `path.py:function`. Leave
-            it empty if there are parts.
+        function: A built-in reward (exact_match, number_match, math_verify, choice, code, format, http, json_fields,
+            json_schema, judge, language, length_target, overlong), the name of a reward that another
+            package installs, or `path.py:function`. Leave it empty if there are parts.
         options: Options of the function.
         parts: Several rewards with weights, instead of one function.
         timeout_s: Maximum time of one call; none has no limit.

@@ -15,14 +15,18 @@ from rl_rollout.user_code import find_in
 REWARDS: Registry[Any] = Registry(
     "reward function",
     {
-        "exact_match": "rl_rollout.rewards.rules:exact_match",
-        "number_match": "rl_rollout.rewards.rules:number_match",
-        "math_verify": "rl_rollout.rewards.math_verify:MathVerify",
+        "choice": "rl_rollout.rewards.choice:Choice",
         "code": "rl_rollout.rewards.code_reward:CodeReward",
+        "exact_match": "rl_rollout.rewards.rules:ExactMatch",
+        "format": "rl_rollout.rewards.form:FormatReward",
         "http": "rl_rollout.rewards.http_reward:HttpReward",
+        "json_fields": "rl_rollout.rewards.json_schema:JsonFields",
         "json_schema": "rl_rollout.rewards.json_schema:JsonSchemaReward",
         "judge": "rl_rollout.rewards.judge:JudgeReward",
+        "language": "rl_rollout.rewards.form:LanguageReward",
         "length_target": "rl_rollout.rewards.rules:LengthTarget",
+        "math_verify": "rl_rollout.rewards.math_verify:MathVerify",
+        "number_match": "rl_rollout.rewards.rules:NumberMatch",
         "overlong": "rl_rollout.rewards.rules:Overlong",
     },
     group="rl_rollout.rewards",
@@ -52,8 +56,8 @@ def resolve_reward(
     Args:
         reference: A registered name, or `path.py:function`.
         options: Options by name; secrets such as `headers` and `api_key` may refer to environment variables, "$NAME".
-        parts: Objects that settings cannot express, by option name, such as {"model": JudgeModel(...)}. A function
-            without such an option does not get them.
+        parts: Objects that settings cannot express, by option name, such as {"model": JudgeModel(...)}, for options
+            that are not given. A function without such an option does not get them.
 
     Raises:
         SettingsError: The name, file, function or option does not exist, or an option is missing or invalid.
@@ -69,9 +73,9 @@ def resolve_reward(
         for option in sorted(set(bound) - set(known)):
             raise SettingsError(
                 f"reward function {reference!r} has no option {option!r}.{nearest_name(option, known)} "
-                f"Known: {', '.join(sorted(set(known) - set(parts or {}))) or 'none'}."
+                f"Known: {', '.join(sorted(known)) or 'none'}."
             )
-        bound |= {key: part for key, part in (parts or {}).items() if key in known}
+        bound = {key: part for key, part in (parts or {}).items() if key in known} | bound
         required = {key for key, parameter in known.items() if parameter.default is parameter.empty}
         for option in sorted(required - set(bound)):
             advice = "" if is_class else f" {HOW}"

@@ -1,13 +1,13 @@
 """Rules that compare text or count tokens, in microseconds."""
 
 import re
-from decimal import Decimal
+from decimal import Context, Decimal, localcontext
 from typing import Any, ClassVar
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.record_fields import NonNegativeFloat, NonNegativeInt, PositiveInt, settings_record
 from rl_rollout.rewards.outputs import preview
-from rl_rollout.rewards.protocol import RewardInput, quick
+from rl_rollout.rewards.protocol import RewardInput, RewardResult, quick
 
 # A minus is a sign unless it subtracts: "5-3" ends in 3, "= -3" in -3.
 # Suffixes that change the value of the digits before them: powers, indices and fractions, as single characters or as
@@ -36,20 +36,96 @@ NUMBER = re.compile(
     rf"(?P<script>{SCRIPT})?"
 )
 DIGITS = re.compile(r"[\d.]+")
+MAX_PREDICTION = 200
+"""Maximum length of a prediction for majority votes, in characters."""
+
+
+@settings_record
+class ExactMatch:
+    """1 if the response equals the ground truth, ignoring spaces at both ends, else 0.
+
+    The extra `pred` is the answer, for majority votes.
+
+    Attributes:
+        tag: Compare only the text in `<tag>...</tag>`, which must occur once after the thinking; empty compares the
+            whole response, with its thinking.
+        ignore_case: Ignore the case of letters.
+    """
+
+    is_quick: ClassVar[bool] = True
+    tag: str = ""
+    ignore_case: bool = False
+
+    def __call__(self, given: RewardInput) -> RewardResult:
+        """Score one response."""
+        texts = final_or_tagged(given, self.tag) if self.tag else given.response_text, str(given.ground_truth)
+        found, expected = (text.strip().casefold() if self.ignore_case else text.strip() for text in texts)
+        return voted(float(found == expected and bool(found or not self.tag)), found)
+
+
+@settings_record
+class NumberMatch:
+    """1 if the last number after the response's thinking equals the ground truth's last number, else 0.
+
+    With a tolerance, it may differ by `absolute`, or by `relative` times the ground truth, whichever is more. The extra
+    `pred` is the number, for majority votes.
+
+    Attributes:
+        relative: Accepted difference as a share of the ground truth.
+        absolute: Accepted difference.
+        tag: Read only the text in `<tag>...</tag>`, which must occur once after the thinking.
+    """
+
+    is_quick: ClassVar[bool] = True
+    relative: NonNegativeFloat = 0.0
+    absolute: NonNegativeFloat = 0.0
+    tag: str = ""
+
+    def __call__(self, given: RewardInput) -> RewardResult:
+        """Score one response.
+
+        Raises:
+            DataError: The ground truth has no plain number.
+        """
+        expected = last_number(str(given.ground_truth))
+        if expected is None:
+            raise DataError(
+                f"the ground truth must have a number for number_match; found {preview(given.ground_truth)}. Repair "
+                "the row, or use math_verify, which reads fractions and expressions."
+            )
+        found = last_number(final_or_tagged(given, self.tag))
+        if found is None:
+            return voted(0.0, None)
+        with localcontext(Context(traps=[])):  # a number of a million digits is wrong, and no fault
+            allowed = max(Decimal(str(self.absolute)), Decimal(str(self.relative)) * abs(expected))
+            is_right = found == expected or abs(found - expected) <= allowed
+            return voted(float(is_right), str(found.normalize()))
 
 
 @quick
 def exact_match(given: RewardInput) -> float:
     """Return 1 if the response equals the ground truth, ignoring spaces at both ends."""
-    return float(given.response_text.strip() == str(given.ground_truth).strip())
+    return ExactMatch()(given).reward
 
 
 @quick
 def number_match(given: RewardInput) -> float:
     """Return 1 if the last number after the response's thinking equals the ground truth's last number."""
-    found = last_number(given.final_text)
-    expected = last_number(str(given.ground_truth))
-    return float(found is not None and found == expected)
+    return NumberMatch()(given).reward
+
+
+def final_or_tagged(given: RewardInput, tag: str) -> str:
+    """Return the text after the thinking; with a tag, what its only `<tag>...</tag>` holds, or empty."""
+    text, opening, closing = given.final_text, f"<{tag}>", f"</{tag}>"
+    if tag and (text.count(opening), text.count(closing)) != (1, 1):
+        return ""
+    return text.partition(opening)[2].partition(closing)[0] if tag else text
+
+
+def voted(reward: float, prediction: str | None) -> RewardResult:
+    """Return a reward with the prediction for majority votes, if there is one that is not too long."""
+    has_vote = prediction and len(prediction) <= MAX_PREDICTION
+    return RewardResult(reward=reward, extras={"pred": prediction} if has_vote else {})
 
 
 def last_number(text: str) -> Decimal | None:

@@ -107,6 +107,8 @@ class Rollouter:
     started, before any other call.
 
     Attributes:
+        queue: Receives the generated groups.
+        put: Puts trajectories into the queue; see `settle`.
         engine: The engine; None before the start.
         rollout: The agent loop on the engine, with its rewards; None before the start.
         stored: Replays and stores groups. None generates all.
@@ -120,11 +122,11 @@ class Rollouter:
         Args:
             queue: Receives the generated groups.
             options: The rollouter's options.
-            put: See `settle`.
+            put: See `put`.
         """
-        self._queue = queue
+        self.queue = queue
         self._options = options
-        self._put = put
+        self.put = put
         self.engine: ReplicatedEngine | None = None
         self.rollout: Rollout | None = None
         self.stored: GroupwiseCache | None = None
@@ -349,7 +351,7 @@ class Rollouter:
         if self.stored is not None:
             await self.stored.settled(dispatch.place, group, is_refused=bool(refused), is_replayed=is_replayed)
         missing = frozenset(dispatch.sessions)
-        await asyncio.to_thread(settle, self._queue, [group], put=self._put, only=missing, refused=refused)
+        await asyncio.to_thread(settle, self.queue, [group], put=self.put, only=missing, refused=refused)
         self._window.add(group, took_s=took_s, is_refused=reason is not None)
         event = await self._event_of(group, reason, missing)
         oldest = None if is_replayed else event.oldest  # the schedule takes a replayed group as new
@@ -361,7 +363,7 @@ class Rollouter:
     async def _event_of(self, group: GroupResult, refused: str | None, missing: frozenset[int]) -> GroupEvent:
         """Return a group's outcome. If only some sessions were missing, the queue has the others."""
         if len(missing) < len(group.sessions):
-            for entry in await asyncio.to_thread(self._queue.ledger):
+            for entry in await asyncio.to_thread(self.queue.ledger):
                 if entry.prompt_uid == group.prompt.uid and (event := queued_event(entry)) is not None:
                     return event
         return generated_event(group, refused=refused)
