@@ -1,7 +1,7 @@
 """Train the arithmetic example for 20 steps with each algorithm, and draw the curves of docs/algorithms.
 
-nox -s train -- --trainer.steps=1                  # once: prepares the example's inputs
-.nox/workspace/bin/python -m tooling.algorithm_curves [NAME ...]
+    nox -s train -- --trainer.steps=1                  # once: prepares the example's inputs
+    .nox/workspace/bin/python -m tooling.algorithm_curves [NAME ...]
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ def main(names: Sequence[str]) -> None:
         history = open_run(train(name)).history
         curves = {
             label: dict(zip(history.steps.tolist(), history.values[metric].tolist(), strict=True))
-            for label, metric in (
-                ("reward", "critic/rewards/mean"),
-                ("validation", "val-core/arithmetic/reward/mean@1"),
-            )
+            for label, metric in (("reward", "critic/rewards/mean"), ("validation", "val-core/arithmetic/reward/mean@1"))
         }
         (PAGES / "curves").mkdir(exist_ok=True)
         (PAGES / "curves" / f"{name}.svg").write_text(drawing(curves))
