@@ -26,9 +26,9 @@ class LearnerOptions:
     """Optimizer, precision, memory and kernels of a learner.
 
     Attributes:
+        learning_rate: Peak learning rate.
         algorithm: "adam" (AdamW), or "muon" for the matrices of layers, and AdamW for embeddings, head, norms and
             routers. One learning rate and weight decay serve both.
-        learning_rate: Peak learning rate.
         warmup_steps: Steps of linear warm-up from 0.
         decay_steps: Step at which the learning rate reaches min_learning_rate; none keeps the peak.
         decay: Shape of the decay from the end of the warm-up to decay_steps: "linear" or "cosine".
@@ -68,8 +68,8 @@ class LearnerOptions:
         seed: Seed of dropout, and of weights that are not loaded.
     """
 
-    algorithm: Algorithm = "adam"
     learning_rate: PositiveFloat = 1e-6
+    algorithm: Algorithm = "adam"
     warmup_steps: NonNegativeInt = 0
     decay_steps: PositiveInt | None = None
     decay: Literal["linear", "cosine"] = "linear"
