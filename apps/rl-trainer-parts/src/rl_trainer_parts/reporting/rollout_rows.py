@@ -12,6 +12,7 @@ import structlog
 
 from rl_core import Batch
 from rl_core.data import ImageSpan, IntArray, Json
+from rl_distill.teacher import TEACHER_PROMPT
 from rl_metrics.run_files import FLOAT_COLUMNS, RolloutLog, RolloutRow
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.rollouts.image_texts import decode_shown, image_labels, prompt_and_response
@@ -62,7 +63,7 @@ def draft_rows(batch: Batch, *, step: int, version: int) -> Iterator[RolloutDraf
     for index, (key, extras, images, start) in enumerate(rows):
         columns = {name: tuple(column[index][start:].tolist()) for name, column in present.items()}
         turns = RolloutRow.turns_in(extras)
-        left_out = (EXTRA, "images", "turns") if turns else (EXTRA, "images")
+        left_out = (EXTRA, TEACHER_PROMPT, "images", *(["turns"] if turns else []))
         row = RolloutRow(
             step=step,
             time=math.nan,
