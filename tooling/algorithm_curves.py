@@ -1,7 +1,7 @@
 """Train the arithmetic example for 20 steps with each algorithm, and draw the curves of docs/algorithms.
 
-    nox -s train -- --trainer.steps=1                  # once: prepares the example's inputs
-    .nox/workspace/bin/python -m tooling.algorithm_curves [NAME ...]
+nox -s train -- --trainer.steps=1                  # once: prepares the example's inputs
+.nox/workspace/bin/python -m tooling.algorithm_curves [NAME ...]
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def main(names: Sequence[str]) -> None:
         history = open_run(train(name)).history
         curves = {
             label: dict(zip(history.steps.tolist(), history.values[metric].tolist(), strict=True))
-            for label, metric in (("reward", "critic/rewards/mean"), ("validation", "val-core/arithmetic/reward/mean@1"))
+            for label, metric in (
+                ("reward", "critic/rewards/mean"),
+                ("validation", "val-core/arithmetic/reward/mean@1"),
+            )
         }
         (PAGES / "curves").mkdir(exist_ok=True)
         (PAGES / "curves" / f"{name}.svg").write_text(drawing(curves))
@@ -78,8 +81,8 @@ def drawing(curves: Mapping[str, Mapping[int, float]]) -> str:
         x, y = place(0, value)
         parts.append(f'<path d="M{x:.0f} {y:.0f}H{place(last, 0)[0]:.0f}" stroke="#ddd"/>')
         parts.append(f'<text x="4" y="{y + 4:.0f}" fill="#555">{value:.1f}</text>')
-    for step in range(0, last + 1, 5):
-        parts.append(f'<text x="{place(step, 0)[0] - 4:.0f}" y="{HEIGHT - 6}" fill="#555">{step}</text>')
+    steps = {step: place(step, 0)[0] - 4 for step in range(0, last + 1, 5)}
+    parts += [f'<text x="{x:.0f}" y="{HEIGHT - 6}" fill="#555">{step}</text>' for step, x in steps.items()]
     for (label, curve), color in zip(curves.items(), ("#999999", "#1f6feb"), strict=True):
         points = [place(step, value) for step, value in curve.items() if value == value]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

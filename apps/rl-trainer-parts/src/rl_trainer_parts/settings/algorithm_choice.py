@@ -10,8 +10,6 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import Field
-
 from rl_core.errors import SettingsError
 from rl_distill import ALGORITHMS, Algorithm
 from rl_trainer_parts.settings.fields import SettingField, attribute_meanings, limits_of
@@ -92,7 +90,7 @@ def option_types(advantage: Any, policy_loss: Any) -> dict[str, OptionType]:
 
 
 def _declared(part: str, name: str, function: Any) -> Iterator[tuple[str, OptionType]]:
-    from rl_distill.objectives.registry import declared_options, selection_of
+    from rl_distill.objectives import declared_options, selection_of
 
     for one in filter(None, (function, selection_of(function))):
         hints, meanings = typing.get_type_hints(one, include_extras=True), attribute_meanings(one, "Args")
@@ -119,7 +117,6 @@ def _class_of(kind: type[Settings], advantage: str, policy_loss: str) -> type[Se
         "__doc__": kind.__doc__,
         "__made_from__": kind,
         "__annotations__": {"algorithm": algorithm},
-        "algorithm": Field(default_factory=algorithm),
         "__reduce__": lambda made: (_settings, (kind, advantage, policy_loss, made.__getstate__())),
     }
     return type(kind.__name__, (kind,), fields)

@@ -21,7 +21,7 @@ from rl_distill.objectives.batch_columns import (
     without_truncated,
 )
 from rl_distill.objectives.chunked_head import chunked_head_divergence
-from rl_distill.objectives.covariance_policy_loss import TokenSelection, selects_with
+from rl_distill.objectives.covariance_policy_loss import TokenSelection, selection_of, selects_with
 from rl_distill.objectives.distillation import (
     DistillationObjective,
     DistillationObjectiveOptions,
@@ -40,7 +40,13 @@ from rl_distill.objectives.policy import (
 )
 from rl_distill.objectives.policy_loss import PolicyTokens, TokenLosses
 from rl_distill.objectives.ragged import spread_rows
-from rl_distill.objectives.registry import ADVANTAGES, POLICY_LOSSES, policy_loss_with_options, try_advantage
+from rl_distill.objectives.registry import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    declared_options,
+    policy_loss_with_options,
+    try_advantage,
+)
 from rl_distill.objectives.rejection import REJECTION_CRITERIA, rejection_limits
 from rl_distill.objectives.rewarded_rows import SESSION_RULES, RewardedRows, SessionCredit, SessionRows
 from rl_distill.objectives.teacher_tokens import TeacherTokens
@@ -79,12 +85,14 @@ __all__ = [
     "component_columns",
     "compute_policy_loss",
     "correction_weight_metrics",
+    "declared_options",
     "dr_grpo_advantages",
     "grpo_advantages",
     "mean_reference_kl",
     "policy_loss_with_options",
     "policy_objective",
     "rejection_limits",
+    "selection_of",
     "selects_with",
     "spread_rows",
     "supervised_objective",
