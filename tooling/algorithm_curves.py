@@ -28,6 +28,7 @@ OWN = {
     ),
 }
 """Settings that an algorithm needs."""
+CURVES = {"reward": "critic/rewards/mean", "validation": "val-core/arithmetic/reward/mean@1"}
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 480, 180, 34, 22
 

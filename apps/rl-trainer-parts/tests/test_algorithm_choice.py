@@ -164,7 +164,7 @@ def test_options_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setitem(ADVANTAGES._builtin, "clashing", clashing)
     with pytest.raises(SettingsError, match=r"option .aggregation., and so has a setting of .algorithm.. Rename it"):
-        chosen("advantage=clashing")
+        options_of(chosen("advantage=clashing").algorithm, "advantage")
 
 
 def test_unknown_names_have_a_hint() -> None:

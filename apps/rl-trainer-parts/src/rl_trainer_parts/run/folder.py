@@ -19,6 +19,7 @@ from rl_core.errors import CheckpointError, DataError, MissingExtraError, Settin
 from rl_core.files import open_lock_file, read_toml, write_durably
 from rl_core.secret_settings import redact
 from rl_distill.checkpoints import STATE_FILE, CheckpointStore, read_state
+from rl_trainer_parts.settings.algorithm_choice import option_defaults
 from rl_trainer_parts.settings.fields import ENTRY, changeable_on_resume, find_setting, leaves, plain_settings
 from rl_trainer_parts.settings.schema import ReadableBy, Settings, SettingsT
 
@@ -185,6 +186,7 @@ class RunFolder:
             before = _flat(redact(read_toml(file), keep_references=False), type(settings))
         except (DataError, AttributeError) as error:
             raise SettingsError(f"{file}, written when the run started, is not readable: {error}.") from None
+        before = option_defaults(type(settings)) | before
         plain = redact(plain_settings(settings, has_none=False), keep_references=False)
         now = _flat(plain, type(settings))
         changeable = changeable_on_resume(type(settings))

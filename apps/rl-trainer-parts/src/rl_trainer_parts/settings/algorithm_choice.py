@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_distill import ALGORITHMS, Algorithm
-from rl_trainer_parts.settings.fields import SettingField, attribute_meanings, limits_of
+from rl_trainer_parts.settings.fields import SettingField, attribute_meanings, limits_of, setting_fields
 from rl_trainer_parts.settings.schema import AlgorithmSettings, Settings
 
 OF_ADVANTAGE, OF_LOSS = ("advantage",), ("policy_loss", "clip_low", "clip_high")
@@ -102,11 +102,15 @@ def _declared(part: str, name: str, function: Any) -> Iterator[tuple[str, Option
 
 
 def settings_class(values: Mapping[str, Any], kind: type[Settings]) -> type[Settings]:
-    """The trainer's settings class with a field for each option of the chosen advantage and policy loss."""
-    given = values.get("algorithm", {})
-    given = given if isinstance(given, Mapping) else {}
+    """The trainer's settings class with a field for each option of the chosen advantage and policy loss.
+
+    Without options it is the trainer's own class, because their types need an import of torch.
+    """
+    kind, given = getattr(kind, "__made_from__", kind), values.get("algorithm", {})
+    if not isinstance(given, Mapping) or given.keys() <= {*FIXED}:
+        return kind
     chosen = (given.get(name, getattr(AlgorithmSettings(), name)) for name in ("advantage", "policy_loss"))
-    return _class_of(getattr(kind, "__made_from__", kind), *map(str, chosen))
+    return _class_of(kind, *map(str, chosen))
 
 
 @functools.cache
@@ -165,6 +169,12 @@ def options_of(algorithm: AlgorithmSettings, part: str) -> dict[str, Any]:
     return {
         name: getattr(algorithm, name) for name, one in options.items() if one.part == part and hasattr(algorithm, name)
     }
+
+
+def option_defaults(kind: type[Settings]) -> dict[str, Any]:
+    """Default of each option that is a setting of a class, by full name; a run without options has none of them."""
+    common = setting_fields(getattr(kind, "__made_from__", kind))
+    return {name: field.default for name, field in setting_fields(kind).items() if name not in common}
 
 
 def changes_of_paper(algorithm: AlgorithmSettings) -> dict[str, tuple[Any, Any]]:

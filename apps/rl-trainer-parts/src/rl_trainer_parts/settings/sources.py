@@ -22,9 +22,6 @@ from rl_trainer_parts.settings.suggestions import suggest
 
 ENVIRONMENT_PREFIX = "RL__"
 
-CHOOSE_OPTIONS = ("algorithm.name", "algorithm.advantage", "algorithm.policy_loss")
-"""Settings that decide which options are settings."""
-
 OLD_OPTIONS = ("algorithm.advantage_options", "algorithm.policy_loss_options")
 """Settings of older versions that held the options of a function."""
 
@@ -60,7 +57,7 @@ def load_settings(
         yield from _from_arguments(arguments, kind, wrong)
 
     for name, value, _ in given(kind, []):
-        if name in CHOOSE_OPTIONS:
+        if name.startswith("algorithm."):
             _put(values, name.split("."), value)
     kind = settings_class(with_algorithm(values), kind)
     for name, value, origin in given(kind, wrong):
