@@ -141,8 +141,12 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
         ({"algorithm.dual_clip": 1.0}, "algorithm.dual_clip must be above 1; found 1."),
         (
             {"algorithm.policy_loss_options": {"dual_clip": 2.0}},
-            "algorithm.policy_loss_options is gone: each option is a setting of [algorithm], such as algorithm.gamma. "
-            "Write these.",
+            "algorithm.policy_loss_options is gone, because each option is a setting of its own. Write "
+            "algorithm.OPTION.",
+        ),
+        (
+            {"algorithm.name": "maxrl", "algorithm.kl_in": "reward", "algorithm.kl_coefficient": 0.1},
+            'algorithm.advantage = "maxrl" needs rewards of at least 0, so algorithm.kl_in must be "loss".',
         ),
         (
             {"algorithm.name": "grop"},

@@ -3,6 +3,7 @@
 import math
 import pickle
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +50,7 @@ def test_every_value_of_an_algorithm_reaches_the_settings(name: str) -> None:
         assert values[field] == getattr(of_paper, field)
     assert {option: values[option] for option in of_paper.options} == dict(of_paper.options)
     assert settings.dynamic_sampling.filter == of_paper.filter
-    assert changes_of_paper(settings.algorithm) == {}
+    assert changes_of_paper(settings) == {}
     assert method_title(settings) == of_paper.title
     make_policy_objective(settings)
 
@@ -95,9 +96,19 @@ def test_without_a_name_the_defaults_are_those_of_other_trainers() -> None:
 
 def test_a_value_of_the_user_takes_precedence() -> None:
     changed = chosen("name=dapo", "clip_high=0.3", "dual_clip=4")
-    assert changes_of_paper(changed.algorithm) == {"clip_high": (0.3, 0.28), "dual_clip": (4.0, math.inf)}
+    assert changes_of_paper(changed) == {
+        "algorithm.clip_high": (0.3, 0.28),
+        "algorithm.dual_clip": (4.0, math.inf),
+    }
     words = [*NEEDED, "--algorithm.name=dapo", "--dynamic_sampling.filter="]
-    assert load_settings(None, words, {}).dynamic_sampling.filter == ""
+    assert changes_of_paper(load_settings(None, words, {})) == {"dynamic_sampling.filter": ("", "reward_spread")}
+
+
+def test_the_plan_names_no_change_that_follows_from_another() -> None:
+    of_loss, of_kl = chosen("name=dapo", "policy_loss=gspo"), chosen("name=rloo", "kl_coefficient=0")
+    assert changes_of_paper(of_loss) == {"algorithm.policy_loss": ("gspo", "ppo_clip")}
+    assert changes_of_paper(of_kl) == {"algorithm.kl_coefficient": (0.0, 0.03)}
+    assert changes_of_paper(chosen("advantage=rloo")) == {}
 
 
 def test_values_of_a_replaced_part_are_left_out() -> None:
@@ -156,6 +167,52 @@ def test_packages_bring_algorithms_with_typed_options(monkeypatch: pytest.Monkey
     assert algorithm("name=mine").items() >= {"reach": 3, "clip_high": 0.5}.items()
     with pytest.raises(SettingsError, match=r"algorithm.reach must be at least 1; found 0 \(command line\)"):
         chosen("name=mine", "reach=0")
+
+
+def needy(rows: RewardedRows, *, must: int) -> dict[str, Tensor]:
+    raise NotImplementedError
+
+
+class Callable:
+    """An advantage that is an object."""
+
+    def __call__(self, rows: RewardedRows, *, far: Annotated[float, Ge(0)] = 1.0) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+def test_functions_of_every_kind_bring_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, one in (("needy", needy), ("object", Callable()), ("bound", partial(far, reach=5))):
+        monkeypatch.setitem(ADVANTAGES._builtin, name, one)
+    option_fields.cache_clear()
+    assert {"algorithm.must", "algorithm.far", "algorithm.reach"} <= option_fields().keys()
+    monkeypatch.undo()
+    option_fields.cache_clear()
+
+
+def test_an_option_without_a_default_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ADVANTAGES._builtin, "needy", needy)
+    monkeypatch.setitem(ALGORITHMS._builtin, "mine", Algorithm(title="M", source="none", advantage="needy"))
+    settings = chosen("name=mine", "must=3")
+    assert options_of(settings.algorithm, "advantage") == {"must": 3}
+    assert list(changes_of_paper(settings)) == ["algorithm.must"]
+    with pytest.raises(SettingsError, match=r"algorithm.must: required, and not set"):
+        chosen("name=mine")
+
+
+def test_an_entry_that_is_no_algorithm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS._builtin, "mine", {"advantage": "grpo"})
+    with pytest.raises(SettingsError, match=r"'mine' of another package must be an rl_distill.Algorithm"):
+        chosen("name=mine")
+
+
+def test_old_options_are_refused_with_their_new_names(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[policy]\npath = "p"\n[prompts]\ntrain = "t"\n[algorithm.advantage_options]\nlam = 0.5\n')
+    with pytest.raises(SettingsError) as caught:
+        load_settings(file, ["--algorithm.policy_loss_options={dual_clip = 4}"], {})
+    first, second = str(caught.value).splitlines()
+    assert first.endswith("is gone, because each option is a setting of its own. Write algorithm.lam.")
+    assert second.endswith("Write algorithm.dual_clip.")
 
 
 def test_options_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

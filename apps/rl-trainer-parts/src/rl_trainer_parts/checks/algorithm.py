@@ -63,6 +63,11 @@ def algorithm_problems(settings: Settings) -> Iterator[str]:
     """Problems of options and combinations whose names are known."""
     if learns_from_rewards(settings):
         yield from _advantage(settings)
+    elif settings.algorithm.name is not None:
+        yield (
+            f"algorithm.name = {settings.algorithm.name!r} learns from rewards, so it needs "
+            "distillation.use_task_rewards = true. Set this, or leave the name out."
+        )
     yield from (*_policy_loss(settings), *_kl(settings), *_correction(settings))
 
 
@@ -83,6 +88,8 @@ def _advantage(settings: Settings) -> Iterator[str]:
             'rollout_cache.rewards = "again" cannot score the greedy sessions of algorithm.advantage = "remax" again: '
             'of these, only the reward is stored. Set rollout_cache.rewards = "stored".'
         )
+    if algorithm.advantage == "maxrl" and algorithm.kl_in == "reward" and algorithm.kl_coefficient:
+        yield 'algorithm.advantage = "maxrl" needs rewards of at least 0, so algorithm.kl_in must be "loss".'
     if algorithm.advantage == "gdpo" and not gdpo_components(settings):
         yield (
             'algorithm.advantage = "gdpo" needs algorithm.weights = {NAME = 1.0, ...} with the components that '

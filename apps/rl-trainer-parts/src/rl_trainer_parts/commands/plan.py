@@ -206,8 +206,8 @@ def _objective(settings: Settings) -> Iterator[str]:
     yield "Objective"
     if algorithm.name is not None:
         yield f"  algorithm  {ALGORITHMS.get(algorithm.name).title}, {ALGORITHMS.get(algorithm.name).source}"
-        for name, (value, of_paper) in changes_of_paper(algorithm).items():
-            yield f"{INDENT}with {name} = {value}; the paper's is {of_paper}"
+        for name, (value, of_paper) in changes_of_paper(settings).items():
+            yield f"{INDENT}with {name} = {written(value) or 'none'}; the paper's is {written(of_paper) or 'none'}"
     if has_policy_gradient(settings):
         source = f"advantage {algorithm.advantage}" if learns_from_rewards(settings) else "advantages from the teachers"
         low, high = ("none" if bound is None else f"{bound:g}" for bound in clip_range(settings))

@@ -204,6 +204,10 @@ def _with_advantages(parts: LearningParts, batch: Batch, recorder: Recorder, *, 
             policy_logprobs=sampled_logprobs(parts.settings),
         )
     if learns_from_rewards(parts.settings):
+        if algorithm.advantage == "maxrl" and (lowest := batch.dense("reward").min()) < 0:
+            raise DataError(
+                f"maxrl needs rewards of at least 0; found {lowest:g}. Shift them, or use another algorithm."
+            )
         rewarded = with_advantages(
             batch.only(batch.names - TEACHER_COLUMNS),
             advantage=algorithm.advantage,

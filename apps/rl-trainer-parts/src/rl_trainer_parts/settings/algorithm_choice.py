@@ -4,10 +4,13 @@
 class is therefore made for each choice; functions of other packages bring their options in the same way.
 """
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import typing
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from rl_core.errors import SettingsError
@@ -44,7 +47,10 @@ def with_algorithm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _named(name: Any) -> Algorithm | None:
     """An algorithm by name; None if there is none, which a check reports."""
-    return ALGORITHMS.get(name) if name in ALGORITHMS.names() else None
+    found = ALGORITHMS.get(name) if name in ALGORITHMS.names() else None
+    if not isinstance(found, Algorithm | None):
+        raise SettingsError(f"algorithm {name!r} of another package must be an rl_distill.Algorithm; found {found!r}.")
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +99,11 @@ def _declared(part: str, name: str, function: Any) -> Iterator[tuple[str, Option
     from rl_distill.objectives import declared_options, selection_of
 
     for one in filter(None, (function, selection_of(function))):
-        hints, meanings = typing.get_type_hints(one, include_extras=True), attribute_meanings(one, "Args")
+        called = one.func if isinstance(one, functools.partial) else one
+        called = called if inspect.isroutine(called) else type(called).__call__
+        hints, meanings = typing.get_type_hints(called, include_extras=True), attribute_meanings(called, "Args")
         for option, parameter in declared_options(one).items():
-            if option not in OF_LOSS:
+            if part == "advantage" or option not in OF_LOSS:
                 default = dataclasses.MISSING if parameter.default is parameter.empty else parameter.default
                 annotation, meaning = hints.get(option, Any), meanings.get(option, "")
                 yield option, OptionType(part=part, owner=name, annotation=annotation, default=default, meaning=meaning)
@@ -104,10 +112,10 @@ def _declared(part: str, name: str, function: Any) -> Iterator[tuple[str, Option
 def settings_class(values: Mapping[str, Any], kind: type[Settings]) -> type[Settings]:
     """The trainer's settings class with a field for each option of the chosen advantage and policy loss.
 
-    Without options it is the trainer's own class, because their types need an import of torch.
+    Without a name and options it is the trainer's own class, because types of options need an import of torch.
     """
     kind, given = getattr(kind, "__made_from__", kind), values.get("algorithm", {})
-    if not isinstance(given, Mapping) or given.keys() <= {*FIXED}:
+    if not isinstance(given, Mapping) or (given.get("name") is None and given.keys() <= {*FIXED}):
         return kind
     chosen = (given.get(name, getattr(AlgorithmSettings(), name)) for name in ("advantage", "policy_loss"))
     return _class_of(kind, *map(str, chosen))
@@ -177,14 +185,28 @@ def option_defaults(kind: type[Settings]) -> dict[str, Any]:
     return {name: field.default for name, field in setting_fields(kind).items() if name not in common}
 
 
-def changes_of_paper(algorithm: AlgorithmSettings) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ from those of the named algorithm: (value, the paper's value) by name."""
-    filled = with_algorithm({"algorithm": {"name": algorithm.name}})["algorithm"]
-    paper = _algorithm_class(filled["advantage"], filled["policy_loss"])(**filled)
-    values = {one.name: getattr(algorithm, one.name) for one in dataclasses.fields(algorithm)}
-    return {
-        name: (value, getattr(paper, name)) for name, value in values.items() if value != getattr(paper, name, value)
+def changes_of_paper(settings: Settings) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ from those of the named algorithm: (value, the paper's value) by name.
+
+    Values that follow from another difference, such as the clip range of another policy loss, are left out.
+    """
+    algorithm, paper = settings.algorithm, _named(settings.algorithm.name)
+    if paper is None:
+        return {}
+    of_paper = dict.fromkeys(("dynamic_sampling.filter",), paper.filter) | {
+        f"algorithm.{name}": getattr(paper, name)
+        for name in ("advantage", *OF_LOSS, "aggregation", *OF_KL, "old_logprobs")
     }
+    options = option_types(algorithm.advantage, algorithm.policy_loss)
+    same = {part for part in ("advantage", "policy_loss") if getattr(algorithm, part) == getattr(paper, part)}
+    of_paper |= {
+        f"algorithm.{name}": paper.options.get(name, one.default) for name, one in options.items() if one.part in same
+    }
+    followed = () if "policy_loss" in same else OF_LOSS[1:]
+    followed += () if algorithm.kl_coefficient and paper.kl_coefficient else OF_KL[1:]
+    found = {name: (attrgetter(name)(settings), value) for name, value in of_paper.items()}
+    hidden = {f"algorithm.{name}" for name in followed}
+    return {name: pair for name, pair in found.items() if pair[0] != pair[1] and name not in hidden}
 
 
 @functools.cache
@@ -198,7 +220,10 @@ def option_fields() -> dict[str, SettingField]:
         *((name, "") for name in ADVANTAGES.names()),
         *(("", name) for name in POLICY_LOSSES.names()),
     ):
-        for option, one in option_types(advantage, policy_loss).items():
+        options: dict[str, OptionType] = {}
+        with contextlib.suppress(SettingsError):  # of a package that cannot be imported, which a run may not need
+            options = option_types(advantage, policy_loss)
+        for option, one in options.items():
             name = f"algorithm.{option}"
             owners.setdefault(name, []).append(f"{one.part.replace('_', ' ')} {one.owner}")
             hint = typing.get_type_hints(dataclasses.make_dataclass("Option", [(option, one.annotation)]))[option]

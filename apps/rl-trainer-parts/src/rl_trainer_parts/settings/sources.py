@@ -4,6 +4,7 @@ import datetime
 import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,12 @@ def load_settings(
     for name, value, _ in given(kind, []):
         if name.startswith("algorithm."):
             _put(values, name.split("."), value)
-    kind = settings_class(with_algorithm(values), kind)
+    kind, values = settings_class(with_algorithm(values), kind), {}
     for name, value, origin in given(kind, wrong):
         if encodable_json([name, value], keep_infinite=True) != [name, value]:
             wrong.append(f"{name}: must be text in UTF-8; found {value!r} ({origin}).")
         elif find_setting(name, kind) is None:
-            wrong.append(_unknown(name, f" ({origin})", kind))
+            wrong.append(_unknown(name, f" ({origin})", kind, value))
         else:
             _put(values, name.split("."), value)
             origins[name] = origin
@@ -247,10 +248,13 @@ def _shown(value: Any, setting: SettingField) -> str:
     return repr(redact_option(setting.name.rpartition(".")[2], value))
 
 
-def _unknown(name: str, where: str, kind: type[Settings]) -> str:
+def _unknown(name: str, where: str, kind: type[Settings], value: Any = None) -> str:
     """An unknown setting, and what it may mean; one of an entry may be another of that entry."""
     if name in OLD_OPTIONS:
-        return f"{name}{where} is gone: each option is a setting of [algorithm], such as algorithm.gamma. Write these."
+        with suppress(DataError):
+            value = parse_toml(f"value = {value}", where=name)["value"] if isinstance(value, str) else value
+        now = [f"algorithm.{option}" for option in value] if isinstance(value, Mapping) else ["algorithm.OPTION"]
+        return f"{name}{where} is gone, because each option is a setting of its own. Write {', '.join(now)}."
     if (option := option_fields().get(name) if name.startswith("algorithm.") else None) is not None:
         of, _, _ = option.meaning.partition(".")
         return f"{name}{where} is an {of[0].lower()}{of[1:]}, which this run does not use. Choose it, or leave it out."
