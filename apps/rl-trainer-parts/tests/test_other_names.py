@@ -154,7 +154,7 @@ def test_what_is_missing_is_said_with_the_reason() -> None:
         *("banana", "trainer.banana", "foo.bar", "policy.colour", "run.owner", "metrics.dashboard"),
         *("rollout.speed", "learner.magic", "trainer.goal", "logs", "skip.everything", "zzz.qqq", "model.name"),
         *("trainer.verbose", "algorithm.kl_goal", "distillation.students", "health.emails", "trainer.gpu"),
-        *("distillation.model", "distillation.loss_type", "distillation.mode", "skip.max_steps", "lora.target"),
+        *("distillation.loss_type", "distillation.mode", "skip.max_steps", "lora.target"),
         *("model_path", "reward.model_path", "judge.model_path", "algorithm.type", "mode", "type"),
         *("reward.seed", "skip.top_p", "distillation.tokenizer", "critic.beta", "skip.repeat", "max_seq_len"),
         *(

@@ -44,7 +44,7 @@ def parts_with(sections: dict[str, Any], policy: Any = None, path: Path = Path("
         "prompts": {"train": Path("t")},
         "reward": {"function": "exact_match"},
     }
-    learners = SimpleNamespace(policy=policy, reference=None, critic=None)
+    learners = SimpleNamespace(policy=policy, reference=None, critic=None, self_teacher=None)
     skipped = SimpleNamespace(check=lambda *_, **__: None)
     return SimpleNamespace(settings=build_settings(values | sections), learners=learners, skipped=skipped)
 
