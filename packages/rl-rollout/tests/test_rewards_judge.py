@@ -116,6 +116,48 @@ def test_how_scores_are_read(answer, options, reward):
 
 
 @pytest.mark.parametrize(
+    ("answer", "reward"), [("0", 0.0), ("2", 0.0), ("4", 0.25), ("6", 0.5), ("7.5", 0.75), ("9", 1.0), ("10", 1.0)]
+)
+def test_a_calibration_says_what_a_score_is_worth(answer, reward):
+    result = score(answer, calibration=[[2, 0.0], [6, 0.5], [9, 1.0]])
+    assert (result.reward, result.components) == (pytest.approx(reward), {"score": float(answer)})
+
+
+def test_a_calibration_applies_to_each_answer():
+    answers = iter(["2", "9", "10", "no score"])
+    options = {"calibration": [(2, 0.0), (6, 0.5), (9, 2.0)], "num_samples": 4, "temperature": 1.0}
+    engine = ScriptedEngine(lambda *_: [*encode(next(answers)), END], end_token_ids=[END])
+    asyncio.run(engine.start())
+    model = JudgeModel(engine=engine, encode=encode, decode=decode)
+    reward = resolve_reward("judge", {"template": TEMPLATE, "high": 10.0, **options}, parts={"model": model})
+    result = asyncio.run(reward(given()))
+    assert result.reward == pytest.approx(4 / 3)  # the worth of the mean score, 7, would be 1
+    assert result.components["score"] == 7.0
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [],
+        [[2, 0.0]],
+        [[2, 0], [2, 1]],
+        [[3, 0], [2, 1]],
+        [[2, 0, 1], [3, 1, 1]],
+        [2, 3],
+        5,
+        "ab",
+        [[2, 0], [3, "a"]],
+        [[2, 0.0], [3, float("nan")]],
+        [[2, 0.0], [float("inf"), 1.0]],
+        [[2, None], [3, 1]],
+    ],
+)
+def test_an_impossible_calibration_is_refused(pairs):
+    with pytest.raises(SettingsError, match="calibration of "):
+        judge("1", calibration=pairs)
+
+
+@pytest.mark.parametrize(
     ("answer", "options", "message"),
     [
         ("I cannot say", {}, "the judge's answer has no score .*'I cannot say'"),

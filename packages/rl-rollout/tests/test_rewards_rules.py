@@ -50,7 +50,8 @@ def response(text, ground_truth):
         ("The answer is **18**.", "18"),
         ("**Answer: 18**", "18"),
         ("**Answer:** 18", "18"),
-        ("***18*** or `19`", "19"),
+        ("***18*** then `19`", "19"),
+        ("5 or 5", "5"),
         ("__18__", "18"),
         ("**$18**", "18"),
         (r"**\boxed{18}**", "18"),
@@ -125,6 +126,13 @@ def test_last_number(text, number):
 def test_what_is_written_with_several_numbers_is_none_of_them(text):
     assert last_number(text) is None
     assert number_match(response(text, "4")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["4 or 5", "4 or 5 or 5", "4, or maybe 5", r"$4$ or $\boxed{\text{5}}$", "1/4 or 5", "7-9 or 5"]
+)
+def test_a_number_that_or_joins_to_another_is_none(text):
+    assert last_number(text) is None
 
 
 def test_no_number():

@@ -38,7 +38,7 @@ def opens_thinking(prompt: str, special_tokens: Iterable[str] = ()) -> bool:
 
 
 BRACE = re.compile(r"\\\\|\\[{}]|(?P<box>\\(?:boxed|fbox)\s*\{)|[{}]")
-BETWEEN_BOXES = re.compile(r"[\s$.]*(?:,|;|and|or|,\s*and|,\s*or|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*")
+BETWEEN_BOXES = re.compile(r"[\s$.]*(?:,|;|and|or|,\s*and|,\s*or|\\text\s*\{\s*(?:and|or)\s*\})[\s$]*|[ $]*")
 PERCENT = re.compile(r"[\s$]{0,8}(?:\\?%|percent\b|pct\b)")
 ANCHOR = re.compile(
     r"(?i)\banswers?\b[*_\s)]*(?:(?:is|are|was|(?:would|should) be|equals?)\b|[:=]|[-\u2013\u2014]\s)[*_:=\s]*|####\s*"
@@ -59,7 +59,7 @@ SEGMENT = re.compile(
     r"|\\\((.{1,3000}?)\\\)|\\\[(.{1,3000}?)\\\]",
     re.DOTALL,
 )
-JOINED = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
+JOINED = re.compile(r"\s*(?:,?\s*(?:and|or)(?:\s+(?:maybe|perhaps|possibly))?|,)\s*")
 MAX_TAIL = 20_000
 MAX_PROSE = 2_000
 
@@ -81,7 +81,7 @@ OPERATOR = (
 EXPRESSION = re.compile(rf"(?<![\w.\\]){TERM}(?:{OPERATOR}{TERM})*+")
 NOT = r"(?:,\s*)?(?:\b(?:not|pas|nicht|\u043d\u0435)|n't|\u4e0d\u662f)\s+"
 NEGATED = re.compile(rf"{NOT}(?:{SEGMENT.pattern}|{EXPRESSION.pattern})(?:,?\s*but\b)?", re.DOTALL)
-LIST = re.compile(r"\s*,?\s*\b(?:and|or)\s+|,\s+")
+LIST = re.compile(r"\s*,?\s*\b(?:and|or)\s+(?:(?:maybe|perhaps|possibly)\s+)?|,\s+")
 
 
 def last_boxed(text: str) -> str | None:

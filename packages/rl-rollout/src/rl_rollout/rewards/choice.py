@@ -18,14 +18,19 @@ LETTER = re.compile(
     r"(?P<letter>[A-Ja-j])(?![^\W_]|['\u2019+#-]\w)(?P<closed>[ \t)\]}*_$`\"']*+)"
 )
 ALONE = re.compile(r"[ \t.)\]}*_$`\"'\\]*(?:\n|\Z)")
-# What may follow a letter without marks: punctuation or a reason, but no prose, as after "A good idea".
-AFTER = re.compile(r"\Z|[\n.,:;(\u2013\u2014\\]|-\s|(?:because|since|as|which|is|was)\b")
-# Another letter: "A or B", "A, B", "A (or maybe B)"; and in the next line of a list, "A) ...", "B) ...".
+LINE = re.compile(LETTER.pattern + ALONE.pattern)
+# What may follow a letter without marks: punctuation or, after a marker, a reason, but no prose, as in "A good idea".
+AFTER = re.compile(r"\Z|[\n.:(\u2013\u2014\\]|-\s")
+REASON = re.compile(r"[,;]|(?:because|since|as|which)\b")
+JUDGED = re.compile(r"[\s:-]*+(?:is|was|isn|wasn|would|cannot|can|does|doesn|has|not|no|wrong|false|incorrect)\b")
+# A capital letter that is an option: not "A good idea" or "I think", and no part of an option's text, as "Vitamin D".
+OPTION = re.compile(r"(?<![^\W_])[A-J](?![^\W_]|['\u2019]|(?<=[AI])\s+(?!(?:and|as|because|is|or|was)\b)[a-z])")
 ANOTHER = re.compile(
-    r"[\s(]*(?:(?:[,;/|&+]|and\b|or\b)\s*)+(?:(?:also|maybe|perhaps|possibly|even|option|choice)\s+)*[(\[*_$`\"']*"
-    r"(?!I\s+[a-z])[A-J](?![^\W_]|['\u2019])"
+    r"(?:\b(?i:actually|also|and|answer|be|but|choice|choose|either|even|hence|instead|is|it|maybe|mean|no|option|or|pick"
+    r"|perhaps|possibly|probably|rather|say|so|then|therefore|thus|wait)[^\S\n]++|(?<![^\W_][ \t])(?<![(\[{*_$`\"']))"
+    r"[(\[{*_$`\"']*+(?P<letter>" + OPTION.pattern + ")"
 )
-LISTED = re.compile(r"[^\S\n]*([).:])[^\n]{0,300}\n\s*[(*]*[A-J]\1")
+PARAGRAPH = re.compile(r"(?<=\S)[^\S\n]*+(?:\n[^\S\n]*+){2,}+(?![(\[*]*[A-J](?![^\W_]))")
 
 
 @settings_record
@@ -33,8 +38,9 @@ class Choice:
     r"""1 if the response chooses the ground truth's letter, from A to J, else 0.
 
     The letter is the content of the last `\boxed{}` after the thinking, or what follows the last "answer is" or
-    "Answer:", or else all of the response or of its last line. A letter in prose, as in "A good idea", is none, and two
-    letters, as in "A or B", are none. The extra `pred` is the letter, for majority votes.
+    "Answer:", or else the last line, or all of the response, perhaps with the option's text, as in "B) Paris". A letter
+    in prose, as in "A good idea" or "A is wrong", is none. Several letters in the box, in the paragraph after the
+    marker or in the response are none, except those after "not". The extra `pred` is the letter, for majority votes.
 
     Attributes:
         tag: Read only the text in `<tag>...</tag>`, which must occur once after the thinking.
@@ -61,25 +67,27 @@ def chosen_letter(text: str) -> str | None:
     """Return the letter that a text chooses, as a capital; None without one, or with several."""
     text = text[-MAX_TAIL:]
     if (boxed := boxed_answer(text)) is not None:
-        return _leading_letter(boxed) or None
+        return _only_letter(boxed, is_marked=True)
+    end = len(text)
     for anchor in reversed(list(NAMED.finditer(text))):
-        if (letter := _leading_letter(text[anchor.end() :])) is not None:
-            return letter or None
-    lines = text.strip().splitlines()
-    found = {_leading_letter(text), *(_leading_letter(line, is_alone=True) for line in lines[1:])} - {None}
-    return found.pop() or None if len(found) == 1 else None
+        answer = PARAGRAPH.split(text[anchor.end() : end].strip(), 1)[0]
+        if (letter := _only_letter(answer, is_marked=True)) or OPTION.search(answer):
+            return letter
+        end = anchor.start()
+    lines = [LINE.match(line) for line in text.strip().splitlines()]
+    if not any(lines[-1:]):
+        return _only_letter(text, is_marked=False)
+    alone = {line["letter"].upper() for line in lines if line}
+    return alone.pop() if len(alone) == 1 else None
 
 
-def _leading_letter(text: str, *, is_alone: bool = False) -> str | None:
-    """Return the letter that a text begins with; empty for several, None without one, such as in prose."""
+def _only_letter(text: str, *, is_marked: bool) -> str | None:
+    """Return the letter that a text begins with; None without one, such as in prose, or if it names another."""
     match = LETTER.match(text)
-    if match is None:
+    if match is None or JUDGED.match(text, match.end()):
         return None
-    at = match.end("letter")
-    if ANOTHER.match(text, match.end()) or LISTED.match(text, at):
-        return ""
-    fits = ALONE.match(text, at) is not None
-    if not fits and not is_alone:
-        closed = match["closed"].strip()
-        fits = ")" in closed if match["letter"].islower() else bool(closed or AFTER.match(text, match.end()))
-    return match["letter"].upper() if fits else None
+    letter, end, closed = match["letter"].upper(), match.end(), match["closed"].strip()
+    fits = closed or AFTER.match(text, end) or (is_marked and REASON.match(text, end))
+    if not (")" in closed if match["letter"].islower() else fits) and not ALONE.match(text, end):
+        return None
+    return letter if {one["letter"] for one in ANOTHER.finditer(text, end)} <= {letter} else None

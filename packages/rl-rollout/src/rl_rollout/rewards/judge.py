@@ -4,7 +4,6 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from rl_core.data import IntArray, Prompt
 from rl_core.errors import RolloutError, SettingsError
-from rl_core.record_fields import PositiveInt, settings_record
+from rl_core.record_fields import FiniteFloat, PositiveInt, settings_record
 from rl_rollout.engines.protocol import GenerateRequest, RolloutEngine, SamplingParams
 from rl_rollout.prompts.tokenizer import PromptTokenizer
 from rl_rollout.rewards.answers import final_text
@@ -85,7 +84,7 @@ class JudgeModel:
         return [(text, generation.finish_reason) for text, generation in zip(texts, found, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings_record
 class JudgeReward:
     """A judge's score of a response, scaled so that `low` gives 0 and `high` gives 1.
 
@@ -111,6 +110,9 @@ class JudgeReward:
             longer one is omitted.
         num_samples: Number of answers, whose mean score counts; it needs a temperature above 0. Answers without a score
             are left out if they are fewer than half. Component: `score_std`.
+        calibration: Pairs of a judge's score and the reward that it is worth, such as [[2, 0.0], [6, 0.5], [9, 1.0]],
+            by rising scores; linear between them and constant beyond both ends. The reward is the mean worth of the
+            answers. None scales by low and high instead.
     """
 
     model: Any  # JudgeModel, JudgeEndpoint or its options
@@ -118,12 +120,13 @@ class JudgeReward:
     parse: str = "number"
     low: float = 0.0
     high: float = 1.0
-    max_tokens: int = 512
+    max_tokens: PositiveInt = 512
     accept_cut: bool = False
     temperature: float = 0.0
     seed: int | None = None
-    max_response_characters: int = 100_000
+    max_response_characters: PositiveInt = 100_000
     num_samples: PositiveInt = 1
+    calibration: tuple[tuple[FiniteFloat, FiniteFloat], ...] | None = None
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -144,8 +147,12 @@ class JudgeReward:
             raise SettingsError(f"template of reward 'judge' must have {{response}}; found {preview(self.template)}.")
         if not -math.inf < self.low < self.high < math.inf:
             raise SettingsError(f"reward 'judge' needs finite low < high; found {self.low!r} and {self.high!r}.")
-        if self.max_tokens < 1 or self.max_response_characters < 1:
-            raise SettingsError("reward 'judge' needs max_tokens and max_response_characters of at least 1.")
+        rising = [0.0, 1.0] if self.calibration is None else [score for score, _ in self.calibration]
+        if len(rising) < 2 or min(np.diff(rising)) <= 0:
+            raise SettingsError(
+                "calibration of reward 'judge' must be at least two pairs [score, reward] in strictly rising order of "
+                f"the scores, such as [[2, 0.0], [9, 1.0]]; found {preview(self.calibration)}."
+            )
         try:
             re.compile(self.parse)
         except re.error as error:
@@ -188,6 +195,8 @@ class JudgeReward:
         score = statistics.fmean(scores)
         components = {"score": score} | ({"score_std": statistics.pstdev(scores)} if self.num_samples > 1 else {})
         reward = (score - self.low) / (self.high - self.low)
+        if self.calibration is not None:
+            reward = float(np.interp(scores, *np.transpose(self.calibration)).mean())
         return RewardResult(reward=reward, components=components, extras={"judge_answer": answers[-1][0][-2000:]})
 
     def _score_of(self, answer: str, finish_reason: str) -> float:

@@ -36,6 +36,8 @@ NUMBER = re.compile(
     rf"(?P<script>{SCRIPT})?"
 )
 DIGITS = re.compile(r"[\d.]+")
+# Between two numbers, of which neither is the answer: "4 or 5", "4, or maybe 5", "\boxed{4} or \boxed{5}".
+OR = re.compile(r"\W*+or\b(?:\W|(?:boxed|text|math[a-z]{2}|also|even|maybe|perhaps|possibly)\b)*+", re.IGNORECASE)
 MAX_PREDICTION = 200
 """Maximum length of a prediction for majority votes, in characters."""
 
@@ -67,7 +69,8 @@ class ExactMatch:
 class NumberMatch:
     """1 if the last number after the response's thinking equals the ground truth's last number, else 0.
 
-    With a tolerance, it may differ by `absolute`, or by `relative` times the ground truth, whichever is more. The extra
+    A number that "or" joins to another one before it, as in "4 or 5", scores 0; other words are not read. With a
+    tolerance, it may differ by `absolute`, or by `relative` times the ground truth, whichever is more. The extra
     `pred` is the number, for majority votes.
 
     Attributes:
@@ -129,17 +132,18 @@ def voted(reward: float, prediction: str | None) -> RewardResult:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last decimal number of a text, without thousands separators."""
-    last = None
+    """Return the last decimal number of a text, without thousands separators; None if "or" joins it to another one."""
+    number, end, is_hedge = None, None, False
     for found in NUMBER.finditer(text):
-        if found["high"]:
-            last = last if int(found["low"]) < int(found["high"]) else found["high"]
-        elif found["number"] and not found["script"]:
-            last = found["number"]
-    if last is None:
-        return None
-    number = Decimal("".join(DIGITS.findall(last)))
-    return -number if last[0] in MINUS else number
+        is_range = found["high"] and int(found["low"]) < int(found["high"])
+        digits = None if is_range or found["script"] else found["number"] or found["high"]
+        if digits:
+            value = Decimal("".join(DIGITS.findall(digits)))
+            value = -value if digits[0] in MINUS else value
+            is_joined = end is not None and OR.fullmatch(text, end, found.start()) is not None
+            number, is_hedge = value, is_joined and (is_hedge or value != number)
+        end = found.end()
+    return None if is_hedge else number
 
 
 @settings_record
