@@ -120,6 +120,22 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.soak
+def test_the_example_learns_without_demonstrations(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole example, whose accuracy on the test problems rises by at least 0.2; it takes two minutes."""
+    prepared = tmp_path / "prepared"
+    monkeypatch.setattr(example, "PREPARED", prepared)
+    prepare_here(example.prepare)
+    files = {f"prompts.{split}": prepared / f"{split}.jsonl" for split in ("train", "validation", "test")}
+    changes = {"run.directory": tmp_path, "policy.path": prepared / "policy", "metrics.console": "off", **files}
+    words = [f"--{name}={value}" for name, value in changes.items()]
+    assert main(["train", str(FOLDER / "settings.toml"), *words]) == 0
+    results = json.loads((tmp_path / "self-distillation" / "summary.json").read_text())
+    assert results["test_accuracy_last"] > results["test_accuracy_first"] + 0.2
+
+
 def test_the_example_is_prepared_and_trains(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

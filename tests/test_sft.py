@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,42 @@ def test_training_starts_from_the_policy_of_a_run(
     assert trainer(["train", *words, *sizes, *engine, *option, "--dry-run"]) == 0
     policy = finished.run_folder / "checkpoints" / "step_10" / "policy"
     assert f"float32, policy {policy}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [[], ["--best"]])
+def test_a_resumed_run_keeps_the_policy_of_a_run_that_went_on(
+    option: list[str], finished: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(finished.run_folder, base)
+    words = ["sft", str(finished.settings_file), f"--policy.path={base}", f"--run.directory={tmp_path}"]
+    words += ["--run.name=next", "--sft.epochs=1", "--trainer.validate_every=0", *option]
+    assert main(words) == 0
+    first = base / "checkpoints" / "step_10"
+    if option:
+        (base / "metrics.jsonl").unlink()  # it has no best checkpoint any more
+    shutil.copytree(first, base / "checkpoints" / "step_15")
+    assert main([*words, "--resume", "--sft.epochs=2"]) == 0
+    assert f"policy: {first}/policy\n" in capsys.readouterr().out
+    shutil.rmtree(first)
+    assert main([*words, "--resume"]) == 2
+    assert f"policy.path: {first}/policy, from which the run started, is gone." in capsys.readouterr().err
+
+
+def test_dropped_demonstrations_and_the_learner_are_in_the_plan(
+    run: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--prompts.max_tokens=16", "--prompts.overlong=drop", "--lora.rank=2", "--dry-run"]
+    assert sft_here(run, *words) == 0
+    shown = capsys.readouterr()
+    plan, notes = shown.out, shown.out + shown.err
+    kept = sum(len(tokens_of(row)[0]) <= 16 for row in ROWS)
+    assert f"note: {len(ROWS) - kept} demonstrations are dropped, because they have more tokens than prompts" in notes
+    assert f"float32, policy {run.folder}/policy\n" in plan
+    assert all(
+        line in plan for line in ("one rank, in this process", "learning rate 0.001", "  memory  ", "rank 2, B @ A")
+    )
+    assert "lora.serving" not in plan
 
 
 def test_what_sft_does_not_use_is_refused_by_name(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

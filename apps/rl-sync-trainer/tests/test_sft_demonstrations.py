@@ -25,6 +25,8 @@ OTHERWISE = TEMPLATE.replace("<assistant>{% endif %}", "<think>{% endif %}")
 """The prompt that the policy answers is no beginning of the conversation with its answer."""
 
 ENDLESS = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}"
+PICTURE = {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "image"}]}
+WEIGHED = {"role": "assistant", "content": "7", "weight": 0}
 COLUMNS = ["--sft.columns=['prompt', 'answer']"]
 
 
@@ -44,7 +46,8 @@ def read(
     words = (f"--policy.path={policy}", f"--prompts.train={file}", *words)
     settings = load_settings(None, words, {}, kind=SftSettings)
     assert isinstance(settings, SftSettings)
-    batch = read_demonstrations(file, PromptTokenizer(make_chat_tokenizer(template)), settings)
+    batch, num_dropped = read_demonstrations(file, PromptTokenizer(make_chat_tokenizer(template)), settings)
+    assert num_dropped == len(rows) - len(batch) if "--prompts.overlong=drop" in words else not num_dropped
     characters = {index: token for token, index in VOCABULARY.items()}
     found = []
     for ids, mask in zip(batch.ragged("input_ids"), batch.ragged("loss_mask"), strict=True):
@@ -61,8 +64,10 @@ def test_every_turn_of_the_assistant_is_trained_up_to_its_end_token(policy: Path
     turns = [{"role": "system", "content": "0"}, *said("1+2=", "3", "4", "5")]
     tool = [*said("1", "2"), {"role": "tool", "content": "7"}, {"role": "assistant", "content": "8"}]
     tools = [{"name": "12"}, {"name": "34"}]
-    rows = [{"messages": turns}, {"messages": tool, "tools": tools}]
-    assert read(policy, tmp_path, rows) == [
+    rows = [{"messages": turns}, {"messages": tool, "tools": tools}, {"messages": tool, "tools": json.dumps(tools)}]
+    *found, last = read(policy, tmp_path, rows)
+    assert last == found[1]
+    assert found == [
         [
             ("context", "<system>0<eos>\n<user>1+2=<eos>\n<assistant>"),
             *(
@@ -92,6 +97,18 @@ def test_a_template_that_changes_earlier_turns_gives_a_sequence_for_each_turn(po
     ]
 
 
+def test_turns_of_weight_0_are_not_trained(policy: Path, tmp_path: Path) -> None:
+    rows = [{"messages": [said("1")[0], WEIGHED, *said("2", "3")]}]
+    assert read(policy, tmp_path, rows) == [
+        [
+            ("context", "<user>1<eos>\n<assistant>7<eos>\n<user>2<eos>\n<assistant>"),
+            ("trained", "3<eos>"),
+            ("context", "\n"),
+        ]
+    ]
+    assert len(read(policy, tmp_path, rows, template=THINKING)) == 1
+
+
 @pytest.mark.parametrize(
     ("prompt", "words", "context"),
     [
@@ -104,9 +121,9 @@ def test_a_template_that_changes_earlier_turns_gives_a_sequence_for_each_turn(po
 def test_of_a_prompt_and_an_answer_only_the_answer_is_trained(
     prompt: Any, words: list[str], context: str, policy: Path, tmp_path: Path
 ) -> None:
-    rows = [{"prompt": prompt, "answer": answer} for answer in ("3", "3<eos>")]
+    rows = [{"prompt": prompt, "answer": answer} for answer in ("3", "3<eos>", said("1", "3")[1:])]
     expected = [("context", context), ("trained", "3<eos>")]
-    assert read(policy, tmp_path, rows, *COLUMNS, *words) == [expected, expected]
+    assert read(policy, tmp_path, rows, *COLUMNS, *words) == [expected] * 3
     assert read(policy, tmp_path, rows, *COLUMNS, *words, template=OTHERWISE)[0][-1] == expected[-1]
 
 
@@ -123,7 +140,7 @@ def test_a_begin_token_precedes_a_raw_prompt_as_in_a_rollout(policy: Path, tmp_p
         None, [f"--policy.path={policy}", f"--prompts.train={file}", *COLUMNS], {}, kind=SftSettings
     )
     assert isinstance(settings, SftSettings)
-    (ids,) = read_demonstrations(file, PromptTokenizer(tokenizer), settings).ragged("input_ids")
+    (ids,) = read_demonstrations(file, PromptTokenizer(tokenizer), settings)[0].ragged("input_ids")
     assert ids.tolist() == [*tokenizer("1=").input_ids, VOCABULARY["2"], VOCABULARY["<eos>"]]
     assert ids[0] == VOCABULARY["<system>"]
 
@@ -142,22 +159,26 @@ def test_rows_that_are_too_long_are_refused_or_left_out(policy: Path, tmp_path: 
     [
         (None, [], "has no rows"),
         ({"messages": [{"role": "user", "content": "1"}]}, [], "no message has the role assistant"),
-        (
-            {"messages": "1"},
-            [],
-            r"expected messages in the columns \['messages'\] .* found {'messages': '1'}",
-        ),
+        ({"messages": "1"}, [], r"column 'messages' \(sft\.columns\): expected messages; found '1'\."),
         ({"messages": [{"content": "1"}]}, [], "expected messages with role and content"),
         ({"messages": said("1", "2") + said("1", "2")[1:]}, [], "message 3 is the assistant's; expected another role"),
         ({"messages": said("1", "2")[1:]}, [], "message 1 is the assistant's; expected another role"),
-        ({"text": "1"}, [], r"expected messages in the columns \['messages'\] \(sft\.columns\); found {'text': '1'}"),
-        ({"prompt": "1"}, COLUMNS, r"expected text in the columns \['prompt', 'answer'\]"),
-        ({"prompt": "1", "answer": ""}, COLUMNS, r"expected text in the columns \['prompt', 'answer'\]"),
         (
-            {"prompt": "1", "answer": [2]},
-            COLUMNS,
-            r"expected text in the columns .* found {'prompt': '1', 'answer': \[2\]}",
+            {"text": "1"},
+            [],
+            r"column 'messages' \(sft\.columns\): expected messages; found no such column in \['text'\]",
         ),
+        ({"prompt": "1"}, COLUMNS, r"column 'answer' .*: expected text; found no such column in \['prompt'\]"),
+        ({"prompt": "1", "answer": ""}, COLUMNS, r"column 'answer' .*: expected text; found ''"),
+        ({"prompt": "1", "answer": [2]}, COLUMNS, r"column 'answer' .*: expected text; found \[2\]"),
+        ({"prompt": 1, "answer": "2"}, COLUMNS, r"column 'prompt' .*: expected text or messages; found 1\."),
+        ({"prompt": "1", "answer": said("1", "2")}, COLUMNS, r"column 'answer' .*: expected text; found \[\{'role'"),
+        ({"messages": said("1", "2"), "images": ["a.png"]}, [], "column 'images': images are not supported"),
+        ({"prompt": "1", "answer": "2", "image": {"path": "a"}}, COLUMNS, "column 'image': images are not supported"),
+        ({"messages": [PICTURE, *said("1", "2")[1:]]}, [], "parts of the type 'text'; found {'type': 'image'.*Images"),
+        ({"messages": said("1", "2"), "tools": "[{"}, [], r"column 'tools': expected a list .* found '\[\{'"),
+        ({"messages": [said("1")[0], WEIGHED | {"weight": 2}]}, [], "the weight of message 2 must be 0 or 1; found 2"),
+        ({"messages": [said("1")[0], WEIGHED]}, [], "role assistant and a weight other than 0, so nothing can be"),
     ],
 )
 def test_rows_that_cannot_be_trained_are_refused(

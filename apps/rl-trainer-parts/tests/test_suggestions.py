@@ -41,6 +41,9 @@ def test_the_last_part_counts_then_the_section_then_use(name: str, suggested: st
 def test_flags_and_sections_of_the_other_trainer_are_known() -> None:
     assert suggest("dry_run", KNOWN) == suggest("dryrun", KNOWN) == " Did you mean --dry-run?"
     assert suggest("schedule.max_staleness", KNOWN) == " [schedule] is a section of rl-async-trainer."
+    own = " [sft] is a section of `rl-sync-trainer sft`, which has settings of its own."
+    assert suggest("sft.batch_size", KNOWN) == own
+    assert suggest("sft.batchsize", [*KNOWN, "sft.batch_size"]) == " Did you mean 'sft.batch_size'?"
     assert "max_staleness" in suggest("schedule.max_stalness", [*KNOWN, "schedule.max_staleness"])
 
 

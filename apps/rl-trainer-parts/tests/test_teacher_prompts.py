@@ -93,6 +93,27 @@ def test_a_column_has_the_teacher_s_text_or_messages(run: TinyRun, tokenizer: Pr
     assert texts(made, *((one, response(one, "7", tokenizer)) for one in (given, text))) == ["1+1=2,3+4=", "1+1:3+5="]
 
 
+def test_a_column_of_numbers_is_a_text_and_other_values_are_refused(run: TinyRun, tokenizer: PromptTokenizer) -> None:
+    made = prompts_of(run, tokenizer, "hint")
+    raw, messages = plain("1+2", tokenizer, hint=9), chat("3+4", tokenizer=tokenizer, hint=0)
+    made.check([raw, messages])
+    assert texts(made, *((one, response(one, "7", tokenizer)) for one in (raw, messages))) == ["9", "0="]
+    for value in ({"a": 1}, ["1"], [{"content": "1"}]):
+        for one in (plain("1+2", tokenizer, hint=value), chat("1+2", tokenizer=tokenizer, hint=value)):
+            with pytest.raises(DataError, match=r"'hint' for prompt '1\+2' must be a text, a number, or messages .*"):
+                made.check([one])
+
+
+def test_doubled_braces_are_single_ones(run: TinyRun, tokenizer: PromptTokenizer) -> None:
+    made, one = prompts_of(run, tokenizer, "{{prompt}}{{{prompt}}}{}"), plain("1+2", tokenizer)
+    made.check([one])
+    braces = ["{prompt}{1+2}{}"]
+    assert (
+        made._filled(made.options.prompts[0], one, {"prompt": "1+2"})
+        == tokenizer.encode(braces, add_special_tokens=True)[0]
+    )
+
+
 def test_the_first_template_with_all_values_is_used(run: TinyRun, tokenizer: PromptTokenizer) -> None:
     """Feedback is the trajectory's own; a response is shown to the group's other sessions if its reward suffices."""
     made = prompts_of(run, tokenizer, *SDPO)

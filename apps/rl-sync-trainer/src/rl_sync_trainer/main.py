@@ -61,8 +61,9 @@ def sft(words: list[str]) -> int:
 def _sft_trainer(_: Any) -> dict[str, Any]:
     from rl_sync_trainer.sft.demonstrations import check_sft
     from rl_sync_trainer.sft.training_run import SftRun
+    from rl_trainer_parts.commands.plan import describe_learner
 
-    describe = lambda _settings, _inputs, lines: "\n".join(lines)
+    describe = lambda settings, _inputs, lines: describe_learner(settings, lines)
     return {"check": check_sft, "describe": describe, "launch": lambda *parts: SftRun(*parts).run()}
 
 

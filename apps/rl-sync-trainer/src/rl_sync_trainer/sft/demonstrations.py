@@ -1,9 +1,11 @@
 """Demonstrations as token sequences: conversations in the policy's chat template, or prompts with answers."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from rl_core import Batch, Ragged, RowKey
 from rl_core.data import IntArray, encodable_json
 from rl_core.errors import DataError
 from rl_core.files import preview
+from rl_core.terminal_text import counted
 from rl_rollout.engines import end_token_ids
 from rl_rollout.prompts import PromptTokenizer, open_rows
 from rl_sync_trainer.sft.settings import SftSettings
@@ -23,6 +26,11 @@ CHUNK_ROWS = 1024
 """Sequences encoded at once."""
 
 INSTEAD = 'Use another template, or the columns of prompts and answers, such as sft.columns = ["prompt", "answer"].'
+
+IMAGE_COLUMNS = ("images", "image")
+FORMS: dict[type, str] = {str: "text", list: "messages"}
+KINDS: tuple[tuple[tuple[type, ...], ...], ...] = ((), ((list,),), ((str, list), (str,)))
+"""What each of no, one or two columns may hold."""
 
 Texts = list[tuple[str, bool]]
 """The texts of a sequence, each with whether it is trained; each is encoded alone, as a response to its prompt is."""
@@ -54,21 +62,31 @@ def check_sft(settings: SftSettings, problems: Iterable[str]) -> Checked[SftSett
     check_settings(settings, problems)
     tokenizer, held_out = read_tokenizer(settings), settings.prompts.validation
     check_vocabulary(settings, tokenizer)
-    train = read_demonstrations(settings.prompts.train, tokenizer, settings)
-    validation = None if held_out is None else read_demonstrations(held_out, tokenizer, settings)
+    train, num_dropped = read_demonstrations(settings.prompts.train, tokenizer, settings)
+    validation = None
+    if held_out is not None:
+        validation, more = read_demonstrations(held_out, tokenizer, settings)
+        num_dropped += more
     settings, mask, size = settings.resolved(len(train)), train.ragged("loss_mask"), settings.sft.batch_size
     rows = f"{len(mask)} demonstrations of at most {mask.lengths.max()} tokens, {mask.values.mean():.0%} trained"
     steps = f"{settings.trainer.steps} steps of {size}, {settings.trainer.steps / -(-len(mask) // size):.2f} epochs"
-    return settings, SftInputs(tokenizer, train, validation), (f"policy {settings.policy.path}", rows, steps), ()
+    were = counted(num_dropped, "demonstration is", "demonstrations are")
+    note = f"{were} dropped, because they have more tokens than prompts.max_tokens = {settings.prompts.max_tokens}"
+    return settings, SftInputs(tokenizer, train, validation), (rows, steps), (note,) if num_dropped else ()
 
 
-def read_demonstrations(path: Path, tokenizer: PromptTokenizer, settings: SftSettings) -> Batch:
-    """Read and tokenize a file; the batch has `input_ids` and `loss_mask`, which is True at trained tokens.
+def read_demonstrations(path: Path, tokenizer: PromptTokenizer, settings: SftSettings) -> tuple[Batch, int]:
+    """Read and tokenize a file.
+
+    Returns:
+        A batch with `input_ids` and `loss_mask`, which is True at trained tokens, and the number of sequences that were
+        dropped because they are too long.
 
     Raises:
         DataError: A row cannot be used; the message names file, row and column.
     """
     rows, limit, is_strict = open_rows(path), settings.prompts.max_tokens, settings.prompts.overlong == "error"
+    num_dropped = 0
     ends, found = {*end_token_ids(settings.policy.path), tokenizer.eos_token_id}, list[IntArray]()
     begin = tokenizer.decode(tokenizer.encode([""], add_special_tokens=True), skip_special_tokens=False)[0]
     read = partial(_sequences, tokenizer=tokenizer, settings=settings, begin=begin)
@@ -81,24 +99,32 @@ def read_demonstrations(path: Path, tokenizer: PromptTokenizer, settings: SftSet
                 advice = 'Raise it, or set prompts.overlong = "drop".'
                 raise DataError(f"{where}: {len(pairs)} tokens, more than prompts.max_tokens = {limit}. {advice}")
             found += [np.asarray(pairs, dtype=np.int32)] if len(pairs) <= limit else []
+            num_dropped += len(pairs) > limit
     if not found:
         raise DataError(f"all rows of {path} are longer than prompts.max_tokens = {limit}. Raise it.")
     ids, mask = (Ragged.from_rows([pairs[:, place] for pairs in found], dtype=np.int32) for place in range(2))
     columns = {"input_ids": ids, "loss_mask": Ragged(mask.values.astype(np.bool_), mask.offsets)}
-    return Batch([RowKey(str(number), 0, 0) for number in range(len(found))], columns)
+    return Batch([RowKey(str(number), 0, 0) for number in range(len(found))], columns), num_dropped
 
 
 def _sequences(
     row: Mapping[str, Any], *, tokenizer: PromptTokenizer, settings: SftSettings, begin: str, where: str
 ) -> Iterator[tuple[str, Texts]]:
     """Yield the texts of each of a row's sequences, after `where`; a conversation may need several."""
+    if images := [name for name in IMAGE_COLUMNS if row.get(name)]:
+        raise DataError(f"{where}, column {images[0]!r}: images are not supported. Remove them, or the row.")
     row, columns = encodable_json(row), settings.sft.columns
-    if not all(row.get(name) for name in columns) or not isinstance(row[columns[-1]], str if columns[1:] else list):
-        kind = "text" if columns[1:] else "messages"
-        found = preview(row, most=200)
-        raise DataError(f"{where}: expected {kind} in the columns {[*columns]} (sft.columns); found {found}.")
-    render = partial(tokenizer.render, where=where, tools=row.get("tools") or ())
-    first, *rest = (row[name] for name in columns)
+    render = partial(tokenizer.render, where=where, tools=_tools(row.get("tools") or [], where))
+    values = [row.get(name) for name in columns]
+    match values:
+        case [_, [{"role": "assistant", "content": str(answer), **more}]] if {*map(type, more.values())} <= {NoneType}:
+            values[1] = answer  # a completion as TRL's conversational data sets have it
+    for name, value, kinds in zip(columns, values, KINDS[len(columns)], strict=True):
+        if not value or not isinstance(value, kinds):
+            expected = " or ".join(FORMS[kind] for kind in kinds)
+            found = preview(value) if name in row else f"no such column in {[*row]}"
+            raise DataError(f"{where}, column {name!r} (sft.columns): expected {expected}; found {found}.")
+    first, *rest = values
     if not rest:
         yield from ((where, texts) for texts in _conversation(_messages(first, where), render, where))
         return
@@ -112,9 +138,25 @@ def _sequences(
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     """Check messages, and leave out the keys without a value, which Arrow adds to each message of a column."""
-    if isinstance(value, list) and all(isinstance(one, dict) and one.get("role") for one in value):
-        return [{key: part for key, part in message.items() if part is not None} for message in value]
-    raise DataError(f"{where}: expected messages with role and content, found {preview(value, most=60)}.")
+    if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("role") for one in value):
+        raise DataError(f"{where}: expected messages with role and content, found {preview(value, most=60)}.")
+    contents = (message.get("content") for message in value)
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if others := [part for part in parts if not (isinstance(part, dict) and part.get("type") == "text")]:
+        problem = f"expected message parts of the type 'text'; found {preview(others[0])}"
+        raise DataError(f"{where}: {problem}. Images are not supported. Remove the part, or the row.")
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return schemas of tools, which may be JSON."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        tools = None
+    if isinstance(tools, list) and all(isinstance(one, dict) for one in tools):
+        return tools
+    raise DataError(f"{where}, column 'tools': expected a list of schemas, or its JSON; found {preview(value)}.")
 
 
 def _conversation(messages: list[dict[str, Any]], render: Callable[..., str], where: str) -> list[Texts]:
@@ -135,11 +177,16 @@ def _conversation(messages: list[dict[str, Any]], render: Callable[..., str], wh
         if not sequences or not context.startswith(text):
             sequences.append([])
             text = ""
-        sequences[-1] += [(context[len(text) :], False), (whole[len(context) :], True)]
+        weight = messages[turn].get("weight", 1)
+        if weight not in (0, 1):
+            raise DataError(f"{where}: the weight of message {turn + 1} must be 0 or 1; found {preview(weight)}.")
+        sequences[-1] += [(context[len(text) :], False), (whole[len(context) :], weight == 1)]
         text = whole
-    if not sequences:
-        raise DataError(f"{where}: no message has the role assistant, so nothing can be trained. Remove the row.")
-    return sequences
+    trained = [texts for texts in sequences if any(is_trained for _, is_trained in texts)]
+    if not trained:
+        problem = "no message has the role assistant and a weight other than 0"
+        raise DataError(f"{where}: {problem}, so nothing can be trained. Remove the row.")
+    return trained
 
 
 def _marked(ids: list[int], ends: set[int | None] | None, where: str) -> list[tuple[int, bool]]:

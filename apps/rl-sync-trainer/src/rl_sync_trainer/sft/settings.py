@@ -18,9 +18,9 @@ class SftOptions:
     Attributes:
         columns: Column with conversations, as messages, whose assistant's turns are trained; or the columns of prompts,
             as messages or text (`prompts.plain_prompts`), and of the answers that are trained. A column `tools`, if
-            there is one, has lists of schemas for the chat template.
+            there is one, has lists of schemas for the chat template, or their JSON.
         batch_size: Demonstrations per optimizer step; the last step of an epoch trains on the rest.
-        epochs: Passes over the demonstrations, in place of `trainer.steps`.
+        epochs: Passes over the demonstrations, in place of `trainer.steps`, whose default then has no effect.
         shuffle: Use another order in each epoch, from `run.seed`; false keeps that of the file.
     """
 

@@ -381,5 +381,5 @@ def train_command(
             from rl_trainer_parts.commands.train import train_checked
 
             own = trainer(settings)
-        settings = with_run_policy(settings, console.say, best=best)
+        settings = with_run_policy(settings, console.say, best=best, resume=resume)
         return train_checked(settings, console=console, resume=resume, dry_run=dry_run, **own)

@@ -76,16 +76,23 @@ def describe_plan(
     return "\n".join(lines)
 
 
+def describe_learner(settings: Settings, lines: Sequence[str]) -> str:
+    """The plan of a run without rollouts: the learner and its adapter, after lines about its data."""
+    config, optimizer = model_config(settings.policy.path, settings.policy.backend), settings.optimizer
+    warm_up = f"warm-up of {counted(optimizer.warmup_steps, 'step')}"
+    more = [
+        f"  optimizer  {optimizer.algorithm}, learning rate {optimizer.learning_rate:g}, {warm_up}",
+        f"  memory     {_on_ranks(settings, config, 'policy')} (weights, gradients, optimizer), without activations",
+    ]
+    adapter = _adapter(settings, config) if settings.lora.rank else ()
+    return "\n".join((*lines, *_learner(settings, "in this process"), *more, *adapter))
+
+
 def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, inline_rank: str) -> Iterator[str]:
     rollout = settings.rollout
     where = inline_engine if rollout.placement == "inline" else _engine_place(settings)
     yield "Roles"
-    yield f"  learner    {learner_name(settings)}, {settings.optimizer.dtype}, policy {settings.policy.path}"
-    config = model_config(settings.policy.path, settings.policy.backend)
-    if config.model_json:
-        held = "divided over the ranks" if settings.parallel.shard_weights else "whole on each rank"
-        yield f"{INDENT}{config.architecture} is computed by transformers' class, {held}"
-    yield from _ranks(settings, inline_rank)
+    yield from _learner(settings, inline_rank)
     engine = engine_choice(settings)
     yield f"  engine     {engine.name}, {settings.vllm.dtype}, {where}; loop {rollout.loop}"
     if engine.reason:
@@ -101,6 +108,16 @@ def _roles(settings: Settings, loop_lines: Sequence[str], inline_engine: str, in
         start = settings.critic.path or "the policy's layers with a value head of zeros"
         yield f"  critic     {start}; learning rate {settings.critic.learning_rate:g}"
     yield from _teachers(settings)
+
+
+def _learner(settings: Settings, inline_rank: str) -> Iterator[str]:
+    """Lines about the learner's back end, policy and ranks."""
+    yield f"  learner    {learner_name(settings)}, {settings.optimizer.dtype}, policy {settings.policy.path}"
+    config = model_config(settings.policy.path, settings.policy.backend)
+    if config.model_json:
+        held = "divided over the ranks" if settings.parallel.shard_weights else "whole on each rank"
+        yield f"{INDENT}{config.architecture} is computed by transformers' class, {held}"
+    yield from _ranks(settings, inline_rank)
 
 
 def _replay(settings: Settings) -> Iterator[str]:
@@ -189,9 +206,9 @@ def _adapter(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     yield f"{INDENT}rank {lora.rank}, B @ A scaled by {lora.scaling:g}, on {matrices}:"
     yield f"{INDENT}{', '.join(modules)}"
     yield f"{INDENT}starts from {lora.path or 'an adapter without effect'}"
-    if lora.serving == "adapter":
+    if lora.serving == "adapter" and "lora.serving" not in settings.left_out:
         yield f"  an update  {size_text(trained * size)}, served beside the base model (lora.serving = adapter)"
-    else:
+    elif "lora.serving" not in settings.left_out:
         yield f"  an update  {size_text(total * size)}, all weights with the adapter merged (lora.serving = merged)"
     if rate > FULL_TRAINING_RATE:
         yield f"  rate       {rate:g}; LoRA usually needs ten times the learning rate of full training"

@@ -9,7 +9,7 @@ from pathlib import Path
 from rl_core.errors import DataError, SettingsError
 from rl_distill.checkpoints import CheckpointStore, verify_checkpoint
 from rl_trainer_parts.checks.model_folder import missing_path
-from rl_trainer_parts.run.folder import require_format
+from rl_trainer_parts.run.folder import require_format, settings_at_start
 from rl_trainer_parts.run.goal import best_checkpoint
 from rl_trainer_parts.settings.schema import SettingsT
 
@@ -46,22 +46,35 @@ def find_policy(path: Path) -> Path:
     return path / ("policy" if has_policy else "adapter")
 
 
-def with_run_policy(settings: SettingsT, say: Callable[[str], None], *, best: bool = False) -> SettingsT:
+def with_run_policy(
+    settings: SettingsT, say: Callable[[str], None], *, best: bool = False, resume: bool = False
+) -> SettingsT:
     """Settings whose `policy.path`, if it is a run's folder or a checkpoint, is the policy of its newest checkpoint.
+
+    A resumed run keeps the policy of that folder from which it started.
 
     Args:
         settings: The run's settings.
         say: Reports which folder it is.
         best: Use the run's best checkpoint, and refuse any other folder.
+        resume: Continue the run in the folder.
 
     Raises:
-        SettingsError: The run has no such checkpoint, or its checkpoints have adapters.
+        SettingsError: The run has no such checkpoint, its checkpoints have adapters, or the resumed run's policy is
+            gone.
         CheckpointError: The checkpoint is torn.
     """
     run, option = settings.policy.path, " --best" if best else ""
     if not best and not any((run / name).is_dir() for name in ("checkpoints", "policy", "adapter")):
         return settings  # a model, or nothing, which another check reports
-    folder = find_policy(best_checkpoint(run, say) if best else run)
+    before = settings_at_start(settings, resume=resume) or {}
+    recorded = Path(before.get("policy", {}).get("path", run))
+    if run.resolve() in recorded.resolve().parents:
+        if not recorded.exists():
+            raise SettingsError(f"policy.path: {recorded}, from which the run started, is gone. Start another run.")
+        folder = recorded
+    else:
+        folder = find_policy(best_checkpoint(run, say) if best else run)
     if is_adapter(folder):
         raise SettingsError(
             f"policy.path: {folder} is a LoRA adapter instead of a whole model. Write the model first: "

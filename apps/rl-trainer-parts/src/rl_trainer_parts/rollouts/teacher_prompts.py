@@ -9,6 +9,7 @@ import numpy as np
 from rl_core import Prompt, Trajectory
 from rl_core.data import Json
 from rl_core.errors import DataError
+from rl_core.files import preview
 from rl_distill.teacher import TEACHER_PROMPT, SelfTeacherOptions
 from rl_rollout.prompts import PromptTokenizer
 from rl_trainer_parts.learning.mixtures import model_config
@@ -16,7 +17,8 @@ from rl_trainer_parts.settings.schema import Settings
 
 FEEDBACK, BEST_RESPONSE = "feedback", "best_response"
 """Names in templates whose values are known only after the rollouts."""
-NAME = re.compile(r"\{(\w+)\}")
+NAME = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+"""A name in braces, or a doubled brace, which stands for a single one."""
 
 Pairs = Sequence[tuple[Prompt, Trajectory]]
 
@@ -48,7 +50,7 @@ class TeacherPrompts:
         """Check the prompts whose text is known before the rollouts.
 
         Raises:
-            DataError: A row lacks a column, or its prompt is too long.
+            DataError: A row lacks a column or has neither a text nor messages there, or its prompt is too long.
         """
         for prompt in prompts if self.options.prompts else ():
             values = _values(prompt)
@@ -99,18 +101,24 @@ class TeacherPrompts:
         """Return the tokens of a template or column; none if a name has no value."""
         if any(values.get(name) in (None, "", []) for name in _names(template)):
             return []
-        found = values[template] if template in values else NAME.sub(lambda name: str(values[name[1]]), template)
+        fill = lambda part: str(values[part[1]]) if part[1] else part[0][0]
+        found = values[template] if template in values else NAME.sub(fill, template)
+        where = f"distillation.self_teacher.prompts: {template!r} for prompt {prompt.uid!r}"
+        found = str(found) if isinstance(found, int | float) else found
         if isinstance(found, str) and not prompt.messages:
             return self.tokenizer.encode([found], add_special_tokens=True)[0]
         if isinstance(found, str):
             found = [*prompt.messages[:-1], {**prompt.messages[-1], "content": found}]
-        text = self.tokenizer.render(found, where=f"the teacher's prompt of {prompt.uid!r}")
+        if not isinstance(found, list) or not all(isinstance(one, Mapping) and one.get("role") for one in found):
+            expected = "a text, a number, or messages with role and content"
+            raise DataError(f"{where} must be {expected}; found {preview(found)}.")
+        text = self.tokenizer.render(found, where=where)
         return self.tokenizer.encode([text], add_special_tokens=False)[0]
 
 
 def _names(template: str) -> list[str]:
     """Return the names in a template; a text without any is the name of a column."""
-    return NAME.findall(template) or [template]
+    return [name for name in NAME.findall(template) if name] or [template]
 
 
 def _values(prompt: Prompt) -> dict[str, Json]:

@@ -318,7 +318,7 @@ def choose_date(settings: SettingsT, *, resume: bool) -> SettingsT:
     """Resolve `prompts.date = none`: the resumed run's date, else today."""
     if settings.prompts.date is not None:
         return settings
-    before = _resumed(settings, resume=resume)
+    before = settings_at_start(settings, resume=resume)
     date = datetime.date.today().isoformat() if before is None else before.get("prompts", {}).get("date")
     return settings.model_copy(update={"prompts": replace(settings.prompts, date=date)})
 
@@ -331,7 +331,7 @@ def choose_products(settings: SettingsT, *, resume: bool) -> SettingsT:
     """
     if settings.optimizer.products != "auto":
         return settings
-    before = _resumed(settings, resume=resume)
+    before = settings_at_start(settings, resume=resume)
     products = "auto" if before is None else before.get("optimizer", {}).get("products", "torch")
     from rl_distill.learners import chosen_products  # imports torch, which other commands do not need
 
@@ -339,8 +339,8 @@ def choose_products(settings: SettingsT, *, resume: bool) -> SettingsT:
     return settings.model_copy(update={"optimizer": optimizer})
 
 
-def _resumed(settings: Settings, *, resume: bool) -> dict[str, Any] | None:
-    """Return the settings with which the run started that is resumed; None if a new one starts."""
+def settings_at_start(settings: Settings, *, resume: bool) -> dict[str, Any] | None:
+    """The settings with which the run started that is resumed; None if a new one starts."""
     file = settings.run_folder / "settings.toml"
     if not (resume or settings.run.if_exists == "resume") or not file.exists():
         return None

@@ -13,6 +13,9 @@ FLAGS = ("dry-run", "replay", "resume")
 OF_ASYNC = ("schedule", "roles")
 """Sections that only rl-async-trainer has."""
 
+OWNERS = {**dict.fromkeys(OF_ASYNC, "rl-async-trainer"), "sft": "`rl-sync-trainer sft`, which has settings of its own"}
+"""What has each section that others lack."""
+
 ONLY_ASYNC = (
     "max_staleness",
     "sync_every",
@@ -63,8 +66,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
     section, _, ending = name.rpartition(".")
     if flags:
         return f" Did you mean --{flags[0]}?"
-    if section in OF_ASYNC and not any(one.startswith(f"{section}.") for one in names):
-        return f" [{section}] is a section of rl-async-trainer."
+    if section in OWNERS and not any(one.startswith(f"{section}.") for one in names):
+        return f" [{section}] is a section of {OWNERS[section]}."
     if name in ONLY_ASYNC and f"schedule.{name}" not in names:
         return f" schedule.{name} is a setting of rl-async-trainer."
     if any(part in ending for part in OF_ROUTERS):
