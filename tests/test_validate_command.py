@@ -9,10 +9,15 @@ import pytest
 from tiny_run import TinyRun, example_module, make_tiny_policy, make_tiny_run
 
 from rl_async_trainer.main import main as async_main
+from rl_core.testing import make_prompt, make_trajectory
 from rl_metrics.validation import PairedDifference
 from rl_sync_trainer.main import main
+from rl_trainer_parts.commands import evaluate as evaluate_module
 from rl_trainer_parts.commands.evaluate import comparison_lines
 from rl_trainer_parts.rollouts import evaluation
+from rl_trainer_parts.rollouts.answers import Answer
+from rl_trainer_parts.rollouts.inputs import Inputs
+from rl_trainer_parts.settings.schema import Settings
 
 REWARD = '''"""Whether the first digit is even. Each call adds a line to a file."""
 
@@ -79,19 +84,22 @@ def test_two_policies_on_two_files(
         one, differences = found["comparison"][name], pairs[:, 1] - pairs[:, 0]
         assert one["num_prompts"] == len(pairs)
         assert [one["a"], one["b"]] == pytest.approx(pairs.mean(axis=0))
-        chosen = np.random.default_rng(1).integers(len(pairs), size=(20_000, len(pairs)))
-        drawn = differences[chosen].mean(axis=1)
-        assert [one["low"], one["high"]] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.02)
+        assert one["low"] < differences.mean() < one["high"]
+        assert (one["p"] < 0.05) == (not one["low"] <= 0.0 <= one["high"])
     for metrics, side in zip(found["policies"].values(), "ab", strict=True):
         for name, one in found["comparison"].items():
-            assert metrics[name][f"val-core/{name}/acc/mean@4"] == pytest.approx(one[side])
-            assert metrics[name]["val-core/arithmetic/acc/mean@4"] == metrics[name][f"val-core/{name}/acc/mean@4"]
+            whole, sources = metrics[name]["set"], metrics[name]["sources"]
+            assert whole[f"val-core/{name}/acc/mean@4"] == pytest.approx(one[side])
+            assert sources["val-core/arithmetic/acc/mean@4"] == whole[f"val-core/{name}/acc/mean@4"]
             estimates = ("pass@4", "maj@4/mean", "pass@4/ci_low", "maj@4/ci_high")
-            assert {f"val-core/{name}/acc/{estimate}" for estimate in estimates} <= set(metrics[name])
+            assert {f"val-core/{name}/acc/{estimate}" for estimate in estimates} <= set(whole)
     header, row = said[1].split(), said[2].split()
     assert header == ["set", "prompts", "mean", "pass@k", "majority"]
     assert row[:3] == ["train", "32", "mean@4"]
     assert row[3] == f"{found['comparison']['train']['a']:.3f}"
+    num_complete = sum(not np.isnan(of_policies[0][uid]).any() for uid in means.keys() - held)
+    assert found["policies"][policies[0]]["train"]["set"]["val-aux/train/acc/pass@4/num_prompts"] == num_complete < 32
+    assert said[2].count(f" of {num_complete} prompts") == 2, "of pass@4 and of the majority"
     failed = " of 128 sessions of train failed and are left out. The first: reward function 'reward.py:reward'"
     assert any(line.startswith("note: ") and failed in line for line in said)
     assert said[-6:-4] == [f"A: {policies[0]}", f"B: {policies[1]}"]
@@ -110,6 +118,43 @@ def test_a_policy_is_scored_alone_as_in_a_comparison_and_in_both_trainers(
     words += [f"--policy={run.folder}/{name}" for name in ("policy", "other")]
     assert main(["validate", *words, f"--json={file}"]) == 0
     assert json.loads(file.read_text())["policies"][str(run.folder / "other")]["held"] == alone
+
+
+def test_a_set_without_a_common_score_and_a_set_named_as_a_source(
+    run: TinyRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is compared and written, and the metrics of a set do not replace those of its data sources."""
+
+    async def answered(settings: Settings, inputs: Inputs) -> dict[str, list[Answer]]:
+        is_other = settings.policy.path.name == "other"
+        return {
+            "lost": [answer_to("0", "math", None if is_other else 1.0)],
+            "math": [answer_to("0", "math", 0.0), *(answer_to(str(n), "code", float(is_other)) for n in range(1, 9))],
+        }
+
+    monkeypatch.setattr(evaluate_module, "validate_policy", answered)
+    file = run.folder / "some.json"
+    words = [str(run.settings_file), *(f"--policy={run.folder}/{name}" for name in ("policy", "other"))]
+    assert main(["validate", *words, f"--json={file}"]) == 0
+    said, found = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
+    assert said[-1] == "note: lost is not compared, because no prompt of it has a score of both policies."
+    assert said[-2].startswith("B is better on 1 of 1 set, A on 0 ")
+    assert found["comparison"].keys() == {"math"}
+    assert found["comparison"]["math"]["p"] == found["comparison"]["math"]["p_holm"] == 2**-7
+    metrics = found["policies"][str(run.folder / "other")]["math"]
+    assert metrics["set"]["val-core/math/reward/mean@1"] == pytest.approx(8 / 9)
+    assert metrics["sources"]["val-core/math/reward/mean@1"] == 0.0
+    assert metrics["sources"]["val-core/code/reward/mean@1"] == 1.0
+
+
+def answer_to(uid: str, source: str, reward: float | None) -> Answer:
+    row = replace(make_trajectory(uid, 0), reward=reward)
+    return Answer(prompt=replace(make_prompt(uid), data_source=source), trajectory=row, failure=None, source="test")
+
+
+def test_an_interval_without_ends_is_a_dash() -> None:
+    one = PairedDifference(num_prompts=2, a=0.0, b=1.0, low=-np.inf, high=np.inf, p=0.5, p_holm=0.5)
+    assert list(comparison_lines(["before", "after"], {"few": one}))[3].split()[5:] == ["-", "0.5000", "0.5000"]
 
 
 def test_the_verdict_counts_sets_with_a_clear_difference() -> None:
@@ -133,6 +178,9 @@ MISTAKES = {
     "a policy twice": (["--policy=a", "--policy=a"], "--policy once, or twice to compare two; found a, a"),
     "nothing": (["--prompts.validation=none", "--prompts.test=none"], "there is nothing to evaluate: use --data FILE"),
     "no file": (["--data"], "--data needs a value"),
+    "JSON into a missing folder": (["--json=nowhere/x.json"], "--json nowhere/x.json cannot be written."),
+    "JSON into a folder": (["--json=/"], "--json / cannot be written."),
+    "JSON below a file": (["--json=/dev/null/x.json"], "--json /dev/null/x.json cannot be written."),
 }
 
 

@@ -1,12 +1,12 @@
-"""Two policies on the same prompts, against a bootstrap written here and against all resamples."""
+"""Two policies on the same prompts, against all sign flips one by one, and how often equal policies seem different."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 
-from rl_core.errors import DataError
-from rl_metrics.validation import ValidationResponses, paired_differences
+from rl_metrics.validation import ValidationResponses, paired, paired_differences
 
 
 def responses(scores, *, name="reward", source="set"):
@@ -20,36 +20,56 @@ def compare(a, b, **options):
     return paired_differences({"set": responses(a)}, {"set": responses(b)}, **options)["set"]
 
 
-def oracle(a, b, *, num_draws, seed):
-    """Bootstrap over prompts: interval of the mean difference, and p with the draws centred on no difference."""
-    generator = np.random.default_rng(seed)
+def oracle(a, b):
+    """Return p and the interval: the differences on a fine grid that all sign flips, one by one, do not reject."""
     differences = np.array([np.mean(second) - np.mean(first) for first, second in zip(a, b, strict=True)])
-    chosen = generator.integers(len(differences), size=(num_draws, len(differences)))
-    means = differences[chosen].mean(axis=1)
-    p = np.mean(np.abs(means - differences.mean()) >= abs(differences.mean()))
-    return *np.quantile(means, [0.025, 0.975]), p
+    signs = np.array(list(itertools.product((-1, 1), repeat=len(differences))))
+
+    def p(true):
+        flipped = np.abs(signs @ (differences - true))
+        return np.mean(flipped >= abs(np.sum(differences - true)) - 1e-9)
+
+    grid = np.linspace(-2.0, 2.0, 4001)
+    kept = [true for true in grid if p(true) >= 0.05]
+    return p(0.0), kept[0], kept[-1]
+
+
+@pytest.mark.parametrize("num_prompts", [6, 9])
+def test_p_and_interval_are_those_of_all_sign_flips(num_prompts):
+    generator = np.random.default_rng(num_prompts)
+    a, b = generator.integers(0, 5, size=(2, num_prompts, 1)) / 4
+    found, (p, low, high) = compare(a, b), oracle(a, b)
+    assert (found.num_prompts, found.a, found.b) == (num_prompts, pytest.approx(a.mean()), pytest.approx(b.mean()))
+    assert found.p == p
+    assert (found.low, found.high) == (pytest.approx(low, abs=2e-3), pytest.approx(high, abs=2e-3))
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.08, 0.16])
-def test_interval_and_p_are_those_of_a_bootstrap(gain):
+def test_many_prompts_have_the_interval_and_p_of_a_t_test(gain):
     generator = np.random.default_rng(3)
     chances = generator.uniform(size=150)
     a = (generator.uniform(size=(150, 4)) < chances[:, None]).astype(float)
     b = (generator.uniform(size=(150, 4)) < chances[:, None] + gain).astype(float)
     found = compare(a, b, num_draws=40_000)
-    low, high, p = oracle(a, b, num_draws=40_000, seed=5)
-    assert (found.a, found.b) == (pytest.approx(a.mean()), pytest.approx(b.mean()))
-    assert (found.low, found.high) == (pytest.approx(low, abs=2e-3), pytest.approx(high, abs=2e-3))
-    assert found.p == pytest.approx(p, abs=0.01)
-    assert found.num_prompts == 150
+    differences = b.mean(axis=1) - a.mean(axis=1)
+    mean, error = differences.mean(), differences.std(ddof=1) / np.sqrt(150)
+    assert (found.low, found.high) == (
+        pytest.approx(mean - 1.976 * error, abs=4e-3),
+        pytest.approx(mean + 1.976 * error, abs=4e-3),
+    )
+    assert found.p == pytest.approx(math.erfc(abs(mean) / error / math.sqrt(2)), abs=0.05)  # differences have steps
 
 
-def test_p_is_the_share_of_all_resamples():
-    differences = np.array([0.0, 0.5, 0.25, -0.25, 1.0, 0.75])
-    means = [np.mean(draw) for draw in itertools.product(differences, repeat=6)]
-    exact = np.mean(np.abs(np.array(means) - differences.mean()) >= differences.mean() - 1e-12)
-    found = compare([[0.0]] * 6, differences[:, None], num_draws=100_000)
-    assert found.p == pytest.approx(max(exact, 2**-4), abs=0.005)
+def test_exact_and_drawn_flips_agree(monkeypatch):
+    generator = np.random.default_rng(1)
+    a, b = generator.normal([[[0.0]], [[0.6]]], size=(2, 12, 1))
+    exact = compare(a, b)
+    monkeypatch.setattr(paired, "MAX_EXACT", 11)
+    drawn = compare(a, b, num_draws=100_000)
+    assert drawn.p == pytest.approx(exact.p, abs=3e-3)
+    assert (drawn.low, drawn.high) == (pytest.approx(exact.low, abs=0.01), pytest.approx(exact.high, abs=0.01))
+    certain = compare([[0.0]] * 80, [[1.0]] * 80, num_draws=99)
+    assert certain.p == 0.01, "the observed flip counts, so p is never 0"
 
 
 def test_a_few_equal_differences_are_not_certain():
@@ -59,11 +79,27 @@ def test_a_few_equal_differences_are_not_certain():
     assert compare([[0.0]], [[1.0]]).p == 1.0
 
 
-def test_equal_policies_are_rarely_called_different():
-    generator = np.random.default_rng(0)
-    draws = generator.integers(0, 2, size=(300, 2, 40)).astype(float)
-    significant = [compare(a[:, None], b[:, None], num_draws=500).p < 0.05 for a, b in draws]
-    assert 0.02 < np.mean(significant) < 0.09
+@pytest.mark.parametrize("num_prompts", [8, 12])
+@pytest.mark.parametrize("kind", ["normal", "four responses", "one response"])
+def test_equal_policies_are_rarely_called_different(num_prompts, kind):
+    generator = np.random.default_rng(num_prompts)
+    chances = generator.uniform(size=(400, 1, num_prompts))
+    size = (400, 2, num_prompts)
+    draws = {
+        "normal": lambda: generator.normal(size=size),
+        "four responses": lambda: generator.binomial(4, chances, size=size) / 4,
+        "one response": lambda: generator.binomial(1, chances, size=size).astype(float),
+    }[kind]()
+    found = [compare(a[:, None], b[:, None], num_draws=500) for a, b in draws]
+    assert np.mean([one.p < 0.05 for one in found]) <= 0.065
+    assert [one.p < 0.05 for one in found] == [not one.low <= 0.0 <= one.high for one in found]
+
+
+def test_an_interval_of_few_prompts_has_no_ends():
+    found = compare([[0.0]] * 5, [[1.0]] * 5)
+    assert (found.p, found.low, found.high) == (2**-4, -math.inf, math.inf)
+    found = compare([[0.0]] * 6, [[1.0]] * 6)
+    assert (found.p, found.low, found.high) == (2**-5, 1.0, 1.0)
 
 
 def test_pairs_see_what_two_intervals_hide():
@@ -84,8 +120,13 @@ def test_a_prompt_without_a_score_of_both_is_left_out():
     nan = float("nan")
     found = compare([[1.0], [nan], [0.0, nan]], [[0.0], [1.0], [1.0, 1.0]])
     assert (found.num_prompts, found.a, found.b) == (2, 0.5, 0.5)
-    with pytest.raises(DataError, match="no prompt of 'set' that both answered"):
-        compare([[nan]], [[1.0]])
+
+
+def test_a_set_without_a_common_score_is_left_out_and_not_counted():
+    lost, first, second = responses([[float("nan")]]), responses([[0.0]] * 8), responses([[1.0]] * 8)
+    found = paired_differences({"lost": lost, "set": first}, {"lost": second, "set": second})
+    assert found.keys() == {"set"}
+    assert found["set"].p_holm == found["set"].p == 2**-7
 
 
 def test_the_variable_is_one_that_both_have():

@@ -297,6 +297,8 @@ def test_responses_that_are_given_twice_leave_means_votes_and_bests_of_fewer_as_
     once, twice = summary(rows), summary(rows + rows)
     for name, value in once.items():
         section, rest = name.split("/", 1)
+        if name.endswith("/num_prompts") and "@" in name:
+            continue  # its name has the doubled number
         if "num_" in name:
             assert twice[name] == 2 * value or "num_prompts" in name
         elif "/mean@" in name and "ci_" not in name:
@@ -345,3 +347,18 @@ def test_agrees_with_a_loop_in_any_order(rows, random):
         stds = [np.std(values) for values in by_uid.values() if len(values) > 1]
         if stds:
             assert metrics[f"val-aux/s{source}/reward/std@{n}"] == pytest.approx(np.mean(stds), rel=1e-6, abs=1e-6)
+
+
+def test_the_number_of_prompts_behind_a_metric_is_shown_if_it_is_not_all():
+    """Of three prompts, one has a failed response and one has only failed ones."""
+    metrics = summarize_validation(
+        ValidationResponses(
+            uids=["p", "p", "q", "q", "r", "r"],
+            sources=["a"] * 6,
+            variables={"acc": [1, 0, 1, NAN, NAN, NAN]},
+            predictions=["1", "2", "1", None, None, None],
+        )
+    )
+    assert metrics["val-aux/a/num_prompts"] == 3.0
+    assert metrics["val-aux/a/acc/mean@2/num_prompts"] == 2.0
+    assert [metrics[f"val-aux/a/acc/{name}@2/num_prompts"] for name in ("pass", "best", "maj")] == [1.0] * 3

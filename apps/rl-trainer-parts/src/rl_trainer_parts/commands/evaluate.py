@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -46,13 +47,15 @@ def evaluate(policies: Mapping[str, Settings], data: Mapping[str, Path], json_fi
     Args:
         policies: Settings of each policy, by its name.
         data: Files to evaluate, by name; empty takes validation and test of the settings.
-        json_file: File for all metrics.
+        json_file: File for all metrics, of each whole set and of each data source in it.
         say: Prints notes and results.
 
     Raises:
-        SettingsError: A setting is impossible, or there is nothing to evaluate.
+        SettingsError: A setting is impossible, there is nothing to evaluate, or `json_file` cannot be written.
         DataError: A user's file cannot be used.
     """
+    if json_file is not None:
+        _check_writable(json_file)
     inputs = {name: _checked_inputs(settings, data, say) for name, settings in policies.items()}  # before models load
     responses: list[dict[str, ValidationResponses]] = []
     document: dict[str, Json] = {}
@@ -60,16 +63,29 @@ def evaluate(policies: Mapping[str, Settings], data: Mapping[str, Path], json_fi
         say(f"evaluating {name}")
         answers = _answered(settings, inputs[name])
         responses.append({of: validation_responses(one, source=of) for of, one in answers.items()})
-        metrics = {of: summarize_answers(answers[of]) | summarize_validation(one) for of, one in responses[-1].items()}
-        document[name] = metrics
+        metrics = {of: summarize_validation(one) for of, one in responses[-1].items()}
+        document[name] = {of: {"set": metrics[of], "sources": summarize_answers(answers[of])} for of in metrics}
         for line in (*_score_lines(metrics), *_failure_lines(answers)):
             say(line)
     compared = paired_differences(*responses) if len(responses) == 2 else {}
     for line in comparison_lines(list(policies), compared) if compared else ():
         say(line)
+    for name in responses[0] if len(responses) == 2 else ():
+        if name not in compared:
+            say(f"note: {name} is not compared, because no prompt of it has a score of both policies.")
     if json_file is not None:
-        comparison = {name: asdict(one) for name, one in compared.items()}
+        comparison = {name: _with_nulls(asdict(one)) for name, one in compared.items()}
         json_file.write_text(json_text({"policies": document, "comparison": comparison}), encoding="utf-8")
+
+
+def _check_writable(file: Path) -> None:
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise SettingsError(f"--json {file} cannot be written. Choose a file in an existing, writable folder.")
+
+
+def _with_nulls(row: Mapping[str, float]) -> dict[str, Json]:
+    """Replace infinite numbers, which JSON lacks."""
+    return {name: value if math.isfinite(value) else None for name, value in row.items()}
 
 
 def _checked_inputs(settings: Settings, data: Mapping[str, Path], say: Say) -> Inputs:
@@ -102,6 +118,8 @@ def _score_lines(metrics: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
                 stem = metric.removesuffix("/mean")
                 low, high = (found.get(f"{stem}/ci_{end}", math.nan) for end in ("low", "high"))
                 cells[match[2]] = f"{match[1]} {value:.3f}" + f" [{low:.3f}, {high:.3f}]" * (low <= high)
+                fewer = found.get(f"{stem.replace('val-core', 'val-aux', 1)}/num_prompts")
+                cells[match[2]] += "" if fewer is None else f" of {counted(int(fewer), 'prompt')}"
         rows.append((name, f"{found[f'val-aux/{name}/num_prompts']:.0f}", *cells.values()))
     yield from table_lines(("set", "prompts", "mean", "pass@k", "majority"), rows, right=("prompts",))
 
@@ -120,7 +138,8 @@ def comparison_lines(names: Sequence[str], compared: Mapping[str, PairedDifferen
     rows = [
         (
             *(name, str(one.num_prompts), f"{one.a:.3f}", f"{one.b:.3f}", f"{one.b - one.a:+.3f}"),
-            *(f"{one.low:+.3f} to {one.high:+.3f}", f"{one.p:.4f}", f"{one.p_holm:.4f}"),
+            f"{one.low:+.3f} to {one.high:+.3f}" if math.isfinite(one.low) else "-",
+            *(f"{one.p:.4f}", f"{one.p_holm:.4f}"),
         )
         for name, one in compared.items()
     ]
@@ -130,5 +149,5 @@ def comparison_lines(names: Sequence[str], compared: Mapping[str, PairedDifferen
     better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
     yield (
         f"B is better on {better} of {counted(len(rows), 'set')}, A on {worse} (p < {ALPHA} after Holm's correction; "
-        "paired bootstrap over prompts)"
+        "permutation test over prompts)"
     )

@@ -50,6 +50,11 @@ VALIDATION = (
         "responses",
         healthy=ZERO,
     ),
+    total(
+        "val-aux/{source}/{variable}/{estimate}@{n}/num_prompts",
+        "Prompts with enough responses for that mean of `val-core` (mean, pass, best, maj), if not all of the source.",
+        "prompts",
+    ),
     total("val-aux/{source}/num_prompts", "Validation prompts of the source.", "prompts"),
     total("val-aux/{source}/num_responses", "Validation responses of the source.", "responses"),
     newest(

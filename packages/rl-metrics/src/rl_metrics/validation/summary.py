@@ -32,9 +32,10 @@ def summarize_validation(responses: ValidationResponses, *, pass_threshold: floa
     Returns:
         Metrics by name, independent of the order of the responses. `{metric}/ci_low` and `{metric}/ci_high` are the
         95 % interval of the mean over prompts, for a random choice of prompts. A missing value (NaN or infinite) is
-        counted in `val-aux/{source}/{variable}/num_missing`, and excluded from means. A variable that a source never
-        has is left out, so its main variable may differ. A variable that no source has counts as missing in each, and
-        remains the main one.
+        counted in `val-aux/{source}/{variable}/num_missing`, and excluded from means. If fewer prompts than the source
+        has have the responses that a core metric needs, `val-aux/{source}/{variable}/{metric}/num_prompts` is their
+        number. A variable that a source never has is left out, so its main variable may differ. A variable that no
+        source has counts as missing in each, and remains the main one.
 
     Raises:
         ShapeError: The lengths of uids, sources, predictions and variables differ.
@@ -65,9 +66,13 @@ def summarize_validation(responses: ValidationResponses, *, pass_threshold: floa
                 with np.errstate(invalid="ignore"):
                     mean = float(np.nanmean(of_prompts))
                 metrics[f"{'val-core' if metric in core else 'val-aux'}/{source}/{name}/{metric}"] = mean
-            of_core = {metric: of_prompts for metric, of_prompts in estimates.items() if metric in core}
-            for metric, value in _intervals(of_core).items():
+            with_interval = [metric for metric in estimates if metric in core and not metric.endswith("/std")]
+            means = {metric.removesuffix("/mean"): estimates[metric] for metric in with_interval}
+            for metric, value in _intervals(means).items():
                 metrics[f"val-core/{source}/{name}/{metric}"] = value
+            for metric, of_prompts in means.items():
+                if (num_counted := float((~np.isnan(of_prompts)).sum())) < metrics[f"val-aux/{source}/num_prompts"]:
+                    metrics[f"val-aux/{source}/{name}/{metric}/num_prompts"] = num_counted
     return metrics
 
 
@@ -95,9 +100,8 @@ def _core_names(names: Mapping[str, Floats]) -> set[str]:
     return {name for name, (stem, number) in number_of.items() if number == largest[stem]}
 
 
-def _intervals(found: Mapping[str, Floats]) -> dict[str, float]:
-    """Return `mean@8/ci_low`, `best@8/ci_low` (of best@8/mean) and so on; none for a spread, or for a single prompt."""
-    means = {name.removesuffix("/mean"): values for name, values in found.items() if not name.endswith("/std")}
+def _intervals(means: Mapping[str, Floats]) -> dict[str, float]:
+    """Return `mean@8/ci_low`, `best@8/ci_low` (of best@8/mean) and so on; none for a single prompt."""
     if not means:
         return {}
     low, high = mean_intervals(np.stack(list(means.values()), axis=1))
