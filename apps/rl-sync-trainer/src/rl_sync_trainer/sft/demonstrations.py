@@ -115,7 +115,7 @@ def _sequences(
         raise DataError(f"{where}, column {images[0]!r}: images are not supported. Remove them, or the row.")
     row, columns = encodable_json(row), settings.sft.columns
     render = partial(tokenizer.render, where=where, tools=_tools(row.get("tools") or [], where))
-    values = [row.get(name) for name in columns]
+    values: list[Any] = [row.get(name) for name in columns]
     match values:
         case [_, [{"role": "assistant", "content": str(answer), **more}]] if {*map(type, more.values())} <= {NoneType}:
             values[1] = answer  # a completion as TRL's conversational data sets have it

@@ -202,7 +202,7 @@ def changes_of_paper(settings: Settings) -> dict[str, tuple[Any, Any]]:
     of_paper |= {
         f"algorithm.{name}": paper.options.get(name, one.default) for name, one in options.items() if one.part in same
     }
-    followed = () if "policy_loss" in same else OF_LOSS[1:]
+    followed = [*(() if "policy_loss" in same else OF_LOSS[1:])]
     followed += () if algorithm.kl_coefficient and paper.kl_coefficient else OF_KL[1:]
     found = {name: (attrgetter(name)(settings), value) for name, value in of_paper.items()}
     hidden = {f"algorithm.{name}" for name in followed}

@@ -253,8 +253,9 @@ def _unknown(name: str, where: str, kind: type[Settings], value: Any = None) -> 
     if name in OLD_OPTIONS:
         with suppress(DataError):
             value = parse_toml(f"value = {value}", where=name)["value"] if isinstance(value, str) else value
-        now = [f"algorithm.{option}" for option in value] if isinstance(value, Mapping) else ["algorithm.OPTION"]
-        return f"{name}{where} is gone, because each option is a setting of its own. Write {', '.join(now)}."
+        options = [*value] if isinstance(value, Mapping) else ["OPTION"]
+        names = ", ".join(f"algorithm.{option}" for option in options)
+        return f"{name}{where} is gone, because each option is a setting of its own. Write {names}."
     if (option := option_fields().get(name) if name.startswith("algorithm.") else None) is not None:
         of, _, _ = option.meaning.partition(".")
         return f"{name}{where} is an {of[0].lower()}{of[1:]}, which this run does not use. Choose it, or leave it out."
