@@ -362,5 +362,5 @@ def test_several_responses_to_a_problem_when_a_policy_is_evaluated_alone(several
     assert main(["validate", str(run.settings_file), *changes]) == 0
     (found,) = json.loads((tmp_path / "found.json").read_text())["policies"].values()
     first = validation_metrics(run)[0]
-    assert {name: found["validation"][name] for name in first} == pytest.approx(first)
-    assert "val-core/arithmetic/acc/mean@3" in found["test"]
+    assert {name: found["validation"]["sources"][name] for name in first} == pytest.approx(first)
+    assert "val-core/arithmetic/acc/mean@3" in found["test"]["sources"]

@@ -49,7 +49,7 @@ def test_the_settings_of_an_older_run_are_refused_by_their_format(
     file.write_text("[skip]\nenabled = true\n[engine]\nseed = 1\n")
     assert main([command, str(file), *(["--resume"] if command == "train" else [])]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is a run in format 1, and this version reads format 3. Use version 0.1" in line
+    assert "is a run in format 1, and this version reads format 4. Use version 0.1" in line
 
 
 def test_a_model_that_does_not_load_leaves_no_run(run: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:

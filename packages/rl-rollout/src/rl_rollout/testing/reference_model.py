@@ -80,7 +80,7 @@ def processed(
     before, nucleus = 0.0, []
     total = probabilities[kept].sum()
     for index in kept:
-        if before >= top_p:
+        if top_p < 1 and before >= top_p:  # rounding may reach 1 before the last token
             break
         nucleus.append(index)
         before += float(probabilities[index] / total)
