@@ -217,8 +217,8 @@ def test_the_same_weights_validate_as_they_did_in_the_run(run: TinyRun, capsys: 
     assert main([*words, *(f"--policy={policy}" for policy in (run.run_folder, run.folder / "exported"))]) == 0
     name = "val-core/arithmetic/reward/mean@1"
     for found in json.loads((run.folder / "found.json").read_text())["policies"].values():
-        assert found["validation"][name] == pytest.approx(row.metrics[name], abs=1e-6)
-        assert found["test"][name] == pytest.approx(row.metrics["test/mean_reward"], abs=1e-6)
+        assert found["validation"]["sources"][name] == pytest.approx(row.metrics[name], abs=1e-6)
+        assert found["test"]["sources"][name] == pytest.approx(row.metrics["test/mean_reward"], abs=1e-6)
     assert "B is better on 0 of 2 sets, A on 0 " in capsys.readouterr().out
 
 
