@@ -14,7 +14,6 @@ from rl_metrics.definitions import DEFINITIONS, MetricTable
 
 REASONS = {
     "other/{metric}": "`rl-metrics import` gives this name to unknown metrics of other systems",
-    "training/global_step": "the step axis of Weights & Biases, and verl's metric",
     "training/rollout_logprobs_diff_*": "imported from TRL's logs",
     "perf/mfu/*": "needs metrics.peak_tflops: test_speeds.py of rl-trainer-parts",
     "nonfinite/{metric}": "needs values that are not finite: the Recorder's tests in rl-metrics",
