@@ -36,6 +36,7 @@ OPTIONS = LearnerOptions(
 LAYOUTS = {
     "tensor": ParallelOptions(ranks=2, tensor=2),
     "pipeline": ParallelOptions(ranks=2, pipeline=2),
+    "context": ParallelOptions(ranks=2, context=2),
     "data": ParallelOptions(ranks=2),
 }
 
@@ -143,11 +144,11 @@ def test_each_expert_is_a_matrix(two_ranks: Any, mixture_policy: Path, make_batc
     router = "model.layers.0.mlp.gate.weight"
     moved = (wanted[router] - (1 - RATE * DECAY) * before[router]).abs()
     assert moved.max() <= 1.01 * RATE, "Adam trains the router"
-    parallel = ParallelOptions(ranks=2, tensor=2, sequence=True)
-    together = MegatronLearner(mixture_policy, OPTIONS, ranks=two_ranks.in_layout(parallel), name="muon")
-    for name, tensor in steps(together, batch, 1).items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-5)
-    together.close()
+    for parallel in (ParallelOptions(ranks=2, tensor=2, sequence=True), ParallelOptions(ranks=2, expert=2)):
+        together = MegatronLearner(mixture_policy, OPTIONS, ranks=two_ranks.in_layout(parallel), name="muon")
+        for name, tensor in steps(together, batch, 1).items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-5)
+        together.close()
     alone.close()
 
 
