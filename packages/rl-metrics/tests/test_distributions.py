@@ -64,8 +64,10 @@ def test_token_columns_count_where_tokens_train():
     assert found["distribution/entropy"].tolist() == [0.75] * 5
     assert found["distribution/correction_weight"].tolist() == [2.0] * 5
     assert found["distribution/log_ratio"].tolist() == [0.5, 1.5, 0.5, 2.5, -0.5]
-    recomputed = batch_distributions(with_columns(batch, old_logprobs=-1.0))
-    assert recomputed["distribution/log_ratio"].tolist() == [1.0, 2.0, 1.0, 3.0, 0.0]
+    recomputed = with_columns(batch, old_logprobs=-1.0)
+    assert batch_distributions(recomputed)["distribution/log_ratio"].tolist() == [1.0, 2.0, 1.0, 3.0, 0.0]
+    without_engine = recomputed.only(recomputed.names - {"rollout_logprobs"})
+    assert "distribution/log_ratio" not in batch_distributions(without_engine)
 
 
 def test_impossible_logprobs_are_counted_as_not_finite():

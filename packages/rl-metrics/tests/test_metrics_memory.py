@@ -43,6 +43,13 @@ def test_children_are_found_without_the_lists_of_linux_too(tmp_path):
         child.communicate(b"\n")
 
 
+def test_children_of_children_are_found_too(tmp_path):
+    for parent, child in ((7, "8 9"), (8, "10"), (9, ""), (10, "")):
+        (tmp_path / str(parent) / "task" / "1").mkdir(parents=True)
+        (tmp_path / str(parent) / "task" / "1" / "children").write_text(child)
+    assert sorted(_all_children(tmp_path, 7)) == [8, 9, 10]
+
+
 def test_a_process_and_its_children():
     child = subprocess.Popen([sys.executable, "-c", "x = bytearray(2**26); print(); input()"], stdin=PIPE, stdout=PIPE)
     try:
@@ -59,8 +66,9 @@ def test_a_process_and_its_children():
     assert memory_of("engine", pid=child.pid) == {}
 
 
-def test_a_watch_measures_when_it_is_due():
-    watch = MemoryWatch("trainer", every=2)
+def test_a_watch_measures_when_it_is_due_and_traces_only_if_it_is_asked_to():
+    watch = MemoryWatch("trainer", say=lambda *_, **__: None, every=2)
+    assert not tracemalloc.is_tracing()
     assert [step for step in range(11, 18) if watch.step(step)] == [11, 13, 15, 17]
 
 
