@@ -334,7 +334,8 @@ def main(words: Sequence[str] | None = None) -> int:
     ]
     tests = [test for test in [*suites, *options.tests] if test not in options.without]
     os.chdir(ROOT)
-    _preload([*PRELOADED, *(MEGATRON if {project.name for project in projects} - {"rl-core", "rl-metrics"} else ())])
+    needs_megatron = any(project.name == "rl-distill" or project.parent.name == "apps" for project in projects)
+    _preload([*PRELOADED, *(MEGATRON if needs_megatron else ())])
     with tempfile.TemporaryDirectory(prefix="rl-mutation-") as name:
         folder = Path(name)
         reach = Reach.read(record_missing(tests, at_once=options.jobs, folder=folder), root=ROOT)
