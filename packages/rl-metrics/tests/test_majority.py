@@ -143,6 +143,13 @@ def test_weights_of_prompts_with_different_numbers_of_responses_are_exact(prompt
     np.testing.assert_allclose(vote_weights(table, num_votes), expected, atol=1e-14)
 
 
+@pytest.mark.parametrize(("mean", "distance"), [(4, 3), (4, 4), (9, 2), (2, 5)])
+def test_tails_are_the_two_probabilities_at_a_distance_from_the_mean(mean, distance):
+    chances = [math.exp(-mean) * mean**count / math.factorial(count) for count in range(20)]
+    expected = chances[mean + distance] + (chances[mean - distance] if distance <= mean else 0.0)
+    assert majority._poisson_tail(mean, distance) == pytest.approx(expected, rel=1e-12)
+
+
 def test_blocks_of_counts_and_rows_add_up(monkeypatch):
     patterns = np.stack([pattern([20, 7, 2, 1]), pattern([3] * 10), pattern([1] * 25, 5), pattern([15, 14], 1)])
     together = winning_probabilities(patterns, num_votes=30)
