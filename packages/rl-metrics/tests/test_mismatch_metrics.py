@@ -31,7 +31,7 @@ def batch_of(old, rollout, mask):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_golden_values(seed):
+def test_metrics_equal_golden_values(seed):
     path = GOLDEN / f"objectives_{seed}.npz"
     if not path.is_file():
         pytest.skip(f"{path} is in the checkout only")
@@ -76,7 +76,7 @@ def test_one_token_has_no_correlation():
     assert metrics["rollout_corr/kl"] == -1.0
 
 
-def test_nothing_trains():
+def test_rows_that_train_nothing_have_no_metrics():
     assert summarize_mismatch(batch_of([[-1.0]], [[-2.0]], [[0]])) == {}
 
 
