@@ -36,25 +36,25 @@ def rows_of(rewards, group, session, output=None, *, lengths=None, loss_mask=Non
     )
 
 
-def test_grpo_literal():
+def test_grpo_equals_a_literal():
     # Group 7: mean 0.5, unbiased deviation sqrt(((0.5^2) * 2) / 1) = 0.70710678. Group 3 has a single session.
     found = grpo_advantages(torch.tensor([1.0, 5.0, 0.0], dtype=torch.float64), torch.tensor([7, 3, 7]), eps=0.0)
     assert found.tolist() == pytest.approx([math.sqrt(0.5), 0.0, -math.sqrt(0.5)], rel=1e-12)
 
 
-def test_dr_grpo_literal():
+def test_dr_grpo_equals_a_literal():
     found = dr_grpo_advantages(torch.tensor([1.0, 0.0, 0.0, 3.0]), torch.tensor([0, 0, 0, 1]))
     assert found.dtype == torch.float32
     assert found.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0.0], rel=1e-6)
 
 
-def test_rloo_literal():
+def test_rloo_equals_a_literal():
     # Each reward minus the mean of the others: 1 - (0 + 2) / 2, 0 - 3 / 2, 2 - 1 / 2; a lone session has no others.
     found = rloo_advantages(torch.tensor([1.0, 0.0, 2.0, 9.0]), torch.tensor([0, 0, 0, 1]))
     assert found.tolist() == pytest.approx([0.0, -1.5, 1.5, 0.0], abs=1e-6)
 
 
-def test_opo_literal():
+def test_opo_equals_a_literal():
     # The baseline weights rewards by length: (1 * 1 + 3 * 0) / 4 = 0.25.
     found = opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 3]))
     assert found.tolist() == pytest.approx([0.75, -0.25], rel=1e-6)
@@ -65,7 +65,7 @@ def test_opo_counts_the_tokens_of_all_trajectories_of_a_session():
     assert ADVANTAGES.get("opo")(rows)["advantages"].tolist() == pytest.approx([0.25, 0.25, 0.25, -0.75])
 
 
-def test_gpg_literal():
+def test_gpg_equals_a_literal():
     # Only the two sessions of the first group have different rewards: alpha = 4 / 2.
     found = gpg_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     assert found.tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
@@ -73,7 +73,7 @@ def test_gpg_literal():
     assert by_std.tolist() == pytest.approx([math.sqrt(2), -math.sqrt(2), 0.0, 0.0], rel=1e-6)
 
 
-def test_passk_literal():
+def test_passk_equals_a_literal():
     # The best leads the second by 2, and the deviation of 5, 3, 1 is 2. A tie and a lone session have no lead.
     rewards = torch.tensor([5.0, 3.0, 1.0, 4.0, 4.0, 0.0, 7.0], dtype=torch.float64)
     group = torch.tensor([0, 0, 0, 1, 1, 1, 2])
@@ -177,7 +177,7 @@ def test_masked_tokens_get_zero():
     assert dr_grpo(rows)["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5]
 
 
-def test_no_rows():
+def test_no_rows_have_no_advantages():
     rows = rows_of([], [], [])
     assert grpo(rows)["advantages"].shape == (0,)
 

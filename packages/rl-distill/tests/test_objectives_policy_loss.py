@@ -23,7 +23,7 @@ def tokens_of(ratios, advantages, *, loss_mask=None, policy_logprobs=None):
     )
 
 
-def test_literals():
+def test_ppo_clip_equals_literals():
     # Ratio and advantage -> loss, by hand, with clip 0.2 / 0.28 and dual clip 3:
     cases = [
         (1.1, 2.0, -2.2),  # inside the clip range: -A r
@@ -41,7 +41,7 @@ def test_literals():
     assert found.diagnostics["actor/ppo_kl"].tolist() == pytest.approx([-math.log(r) for r in ratios], rel=1e-12)
 
 
-def test_dual_clip_off():
+def test_an_infinite_dual_clip_clips_nothing():
     found = ppo_clip(tokens_of([5.0, 5.0, 1.0], [-2.0, 0.0, 1.0]), dual_clip=math.inf)
     assert found.losses.tolist() == pytest.approx([10.0, 0.0, -1.0], rel=1e-12)
 
@@ -54,7 +54,7 @@ def test_gradient_is_the_policy_gradient_on_policy_and_zero_where_clipped():
     assert policy.grad.tolist() == pytest.approx([-2.0, 0.0, 0.0, 0.0])
 
 
-def test_gradcheck():
+def test_gradients_equal_numeric_ones():
     policy = torch.tensor([-1.05, -0.6, -1.9, -0.9, 0.7], dtype=torch.float64, requires_grad=True)
 
     def losses(logprobs):

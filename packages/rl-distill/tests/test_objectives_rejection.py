@@ -39,12 +39,12 @@ def kept(name, bound):
         ("seq_max_k3", K3_OF_HALF + 1e-9, [False, False, True]),
     ],
 )
-def test_literals(name, bound, expected):
+def test_kept_rows_equal_literals(name, bound, expected):
     assert kept(name, bound) == expected
 
 
 def test_every_criterion_has_a_literal():
-    marks = test_literals.pytestmark
+    marks = test_kept_rows_equal_literals.pytestmark
     assert {case[0] for case in marks[0].args[1]} == set(REJECTION_CRITERIA.names())
 
 

@@ -19,7 +19,7 @@ def tokens_of(ratios, advantages):
     )
 
 
-def test_literal():
+def test_sapo_equals_a_literal():
     _, tokens = tokens_of([1.0, 3.0], [2.0, -1.0])
     found = sapo(tokens, tau_positive=1.0, tau_negative=2.0)
     # At ratio 1: 4 * sigmoid(0) = 2 times the advantage. At ratio 3: 2 * sigmoid(4).

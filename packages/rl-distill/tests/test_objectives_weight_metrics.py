@@ -20,7 +20,7 @@ def metrics_of(*, level, cap, floor=None):
     return {name.removeprefix("rollout_corr/rollout_is_"): float(value) for name, value in found.items()}
 
 
-def test_by_token():
+def test_token_weights_are_summarized():
     # Weights 2, 0.25 and 1; the second trajectory has only the 1, the third has none.
     found = metrics_of(level="token", cap=2.0)
     mean = 3.25 / 3
@@ -44,12 +44,12 @@ def test_by_token():
     )
 
 
-def test_by_sequence():
+def test_sequence_weights_are_summarized():
     found = metrics_of(level="sequence", cap=2.0)
     assert found["mean"] == found["max"] == found["min"] == found["eff_sample_size"] == pytest.approx(1.0)
 
 
-def test_of_a_band():
+def test_weights_outside_a_band_are_counted():
     found = metrics_of(level="token", cap=2.0, floor=0.5)
     assert found["oob_ratio"] == pytest.approx(2 / 3)
     assert found["eff_sample_size"] == pytest.approx(1 / 3)

@@ -25,7 +25,7 @@ def losses_and_gradient(loss, *, policy, old, advantages, **options):
     return found, logprobs.grad.tolist()
 
 
-def test_gpg_literal():
+def test_gpg_equals_a_literal():
     found, gradient = losses_and_gradient(gpg, policy=[0.5, 0.25], old=[0.1, 0.9], advantages=[2.0, -1.0])
     assert found.losses.tolist() == pytest.approx([2.0 * math.log(2), -math.log(4)])
     assert gradient == [-2.0, 1.0]
@@ -47,7 +47,7 @@ def test_dro_has_the_gradient_of_the_papers_objective():
     assert constants.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_cispo_literal():
+def test_cispo_equals_a_literal():
     # Ratios 2, 0.5, 1.1: weights 1.28, 0.8, 1.1; every token keeps its gradient.
     found, gradient = losses_and_gradient(
         cispo, policy=[0.4, 0.1, 0.22], old=[0.2, 0.2, 0.2], advantages=[1.0, -1.0, 2.0], clip_low=0.2, clip_high=0.28
@@ -57,7 +57,7 @@ def test_cispo_literal():
     assert found.diagnostics["actor/pg_clipfrac"].tolist() == [1.0, 1.0, 0.0]
 
 
-def test_dppo_tv_literal():
+def test_dppo_tv_equals_a_literal():
     # Probabilities rise by 0.3 (stopped) and 0.1, then fall by 0.3 at advantages of -1 (stopped) and 1.
     found, gradient = losses_and_gradient(
         dppo_tv,
@@ -78,7 +78,7 @@ def test_dppo_cuts_large_weights():
     assert found.diagnostics["actor/pg_clipfrac_lower"].tolist() == [1.0]
 
 
-def test_dppo_kl_literal():
+def test_dppo_kl_equals_a_literal():
     # KL of (0.5, 0.5) to (0.8, 0.2): 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.2231; further rises are stopped.
     kl = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
     for bound, expected in ((kl - 1e-6, [0.0, 1.6]), (kl + 1e-6, [-1.6, 1.6])):

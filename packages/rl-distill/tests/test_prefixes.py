@@ -86,7 +86,7 @@ def test_turns_and_forks_make_a_tree_of_three_levels():
     rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8),
     least=st.integers(1, 5),
 )
-def test_any_rows(rows, least):
+def test_any_rows_are_restored_from_their_forest(rows, least):
     arrays = [ids(*row) for row in rows]
 
     forest = prefix_forest(arrays, min_shared=least)

@@ -46,7 +46,7 @@ def with_columns(batch, **columns):
     return batch.with_columns(filled)
 
 
-def test_hand_computed():
+def test_distributions_equal_hand_computed_ones():
     found = {name: values.tolist() for name, values in batch_distributions(example()).items()}
     assert found == {
         "distribution/prompt_length": [2, 2, 1, 2],
@@ -86,7 +86,7 @@ def test_batches_without_rows_rewards_or_trained_tokens():
     }
 
 
-def test_timings():
+def test_timings_are_listed_by_session():
     assert timing_distributions([]) == {}
     found = timing_distributions([Timings(generate_s=1.0, tools_s=2.0, reward_s=0.5), Timings(generate_s=3.0)])
     assert {name: values.tolist() for name, values in found.items()} == {

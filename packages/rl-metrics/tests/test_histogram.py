@@ -63,7 +63,7 @@ def test_the_json_is_compact_and_exact():
     }
 
 
-def test_an_empty_one():
+def test_an_empty_histogram_has_no_bins():
     histogram = of()
     assert (histogram.count, histogram.sum) == (0, 0.0)
     assert all(math.isnan(x) for x in (histogram.mean, histogram.min, histogram.max, histogram.quantile(0.5)))
@@ -167,7 +167,7 @@ def test_what_is_no_number_is_refused(values):
         Histogram().add(values)
 
 
-def test_arrays_of_any_shape_and_type():
+def test_arrays_of_any_shape_and_type_are_added():
     histogram = Histogram()
     histogram.add(np.arange(6, dtype=np.int8).reshape(2, 3))
     histogram.add(np.asarray([True, False]))
@@ -211,5 +211,5 @@ def test_json_of_another_form_is_refused(changed):
 
 @pytest.mark.parametrize("state", [None, [], "x", 3, {}, {"per_octave": 32}])
 def test_what_is_no_histogram_is_refused(state):
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"an object of Histogram\.to_json"):
         Histogram.from_json(state)

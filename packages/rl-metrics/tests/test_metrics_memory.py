@@ -29,7 +29,7 @@ def test_without_proc_there_is_nothing(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux")
-def test_this_process():
+def test_this_process_reports_defined_metrics():
     metrics = memory_metrics()
     assert 0.01 < metrics["perf/process_memory_gb"] < 1000
     for name in metrics:
@@ -50,7 +50,7 @@ def test_children_of_children_are_found_too(tmp_path):
     assert sorted(_all_children(tmp_path, 7)) == [8, 9, 10]
 
 
-def test_a_process_and_its_children():
+def test_a_process_is_measured_apart_from_its_children():
     child = subprocess.Popen([sys.executable, "-c", "x = bytearray(2**26); print(); input()"], stdin=PIPE, stdout=PIPE)
     try:
         assert child.stdout is not None

@@ -31,7 +31,7 @@ def batch_of(old, rollout, mask):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_golden_values(seed):
+def test_metrics_equal_golden_values(seed):
     path = GOLDEN / f"objectives_{seed}.npz"
     if not path.is_file():
         pytest.skip(f"{path} is in the checkout only")
@@ -84,7 +84,7 @@ def test_one_token_or_equal_ones_have_no_correlation(policy, rollout):
     assert metrics["rollout_corr/kl"] == pytest.approx(np.mean(rollout) - np.mean(policy))
 
 
-def test_nothing_trains():
+def test_rows_that_train_nothing_have_no_metrics():
     assert summarize_mismatch(batch_of([[-1.0]], [[-2.0]], [[0]])) == {}
 
 

@@ -26,7 +26,7 @@ def recorder():
     return Recorder(definitions=TABLE, strict=True)
 
 
-def test_hand_computed():
+def test_reductions_equal_hand_computed_ones():
     record = recorder()
     for value, weight in ((1.0, 3.0), (2.0, 1.0), (10.0, 0.0)):
         for name in ("mean", "sum", "min", "max", "last"):

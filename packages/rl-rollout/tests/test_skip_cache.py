@@ -286,7 +286,8 @@ def test_what_is_stored_is_replayed_where_nothing_can_be_written(stored, monkeyp
 
 
 def test_a_cache_that_is_off_asks_nothing_of_its_directory():
-    SkipCache(SkipOptions(enabled=False, directory="nosuch://place"))
+    cache = SkipCache(SkipOptions(enabled=False, directory="nosuch://place"))
+    assert not cache.serves(EntryKey(step=1))
 
 
 def test_the_same_nan_is_no_difference(tmp_path):
