@@ -13,7 +13,6 @@ from rl_distill.objectives import ADVANTAGES, RewardedRows, dr_grpo_advantages, 
 from rl_distill.objectives.advantages import (
     dr_grpo,
     gpg_advantages,
-    grpo,
     lite_ppo_advantages,
     maxrl_advantages,
     opo_advantages,
@@ -68,7 +67,8 @@ def by_paper(name, groups, *, eps=1e-6, divide_by_std=None):
                 "opo": [r - sum(of * count for of, count in group) / tokens if tokens else r - mean for r in rewards],
                 "gpg": [len(everything) / teaching * (r - mean) / (deviation if divide_by_std else 1) for r in rewards],
                 "grpo_passk": [
-                    (best - second) / (1 if divide_by_std is False else deviation) if r == best else 0.0 for r in rewards
+                    (best - second) / (1 if divide_by_std is False else deviation) if r == best else 0.0
+                    for r in rewards
                 ],
                 "lite_ppo": [(r - mean) / (statistics.stdev(everything) + eps) for r in rewards],
                 "maxrl": [(r - mean) / mean if mean > 0 else 0.0 for r in rewards],

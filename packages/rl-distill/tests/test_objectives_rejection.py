@@ -44,9 +44,7 @@ def by_hand(name, rows, low, high):
     estimates = [row for row in estimates if row]
     of_rows = [LEVELS.get(level, statistics.fmean)(row) for row in estimates]
     of_tokens = [
-        one if level == "token" else of_row
-        for of_row, row in zip(of_rows, estimates, strict=True)
-        for one in row
+        one if level == "token" else of_row for of_row, row in zip(of_rows, estimates, strict=True) for one in row
     ]
     judged, passes = of_tokens if level == "token" else of_rows, [low <= one <= high for one in of_tokens]
     lowest = low if k == "k1" else 0.0

@@ -178,7 +178,10 @@ def test_values_of_trained_tokens_return_to_their_rows(has_mask: bool):
     assert found["one"].values.tolist() == expected
     assert found["pairs"].values.tolist() == [[one, -one] for one in expected]
     assert unpack_trained([], [], batch) == {}
-    for unpack in (unpack_trained, lambda packs, values, batch: unpack_values(packs, [one["one"] for one in values], batch)):
+    for unpack in (
+        unpack_trained,
+        lambda packs, values, batch: unpack_values(packs, [one["one"] for one in values], batch),
+    ):
         with pytest.raises(ValueError, match="argument 2 is"):
             unpack(packs, scored[:1], batch)
 

@@ -119,7 +119,10 @@ def test_any_rows_compute_once_what_they_share(rows, least, prompts):
     assert (lengths[inner] >= least).all()
     segments = np.flatnonzero(inner).tolist()
     stops = [max([s, *(t for t in range(s + 1, len(inner)) if is_below(forest, t, s))]) + 1 for s in segments]
-    expected = [(forest.offsets[s], forest.offsets[s + 1], forest.offsets[stop]) for s, stop in zip(segments, stops, strict=True)]
+    expected = [
+        (forest.offsets[s], forest.offsets[s + 1], forest.offsets[stop])
+        for s, stop in zip(segments, stops, strict=True)
+    ]
     assert forest.spans == tuple(map(tuple, expected))
 
     check(arrays, of_batch)
