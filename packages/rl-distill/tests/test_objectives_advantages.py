@@ -2,7 +2,6 @@ import math
 import random
 import statistics
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,13 +13,24 @@ from rl_distill.objectives import ADVANTAGES, RewardedRows, dr_grpo_advantages, 
 from rl_distill.objectives.advantages import (
     dr_grpo,
     gpg_advantages,
-    grpo,
     lite_ppo_advantages,
     maxrl_advantages,
     opo_advantages,
     passk_advantages,
     rloo_advantages,
 )
+from rl_distill.objectives.registry import function_with_options
+
+ESTIMATES = {
+    "grpo": grpo_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": rloo_advantages,
+    "opo": opo_advantages,
+    "gpg": gpg_advantages,
+    "grpo_passk": passk_advantages,
+    "lite_ppo": lite_ppo_advantages,
+    "maxrl": maxrl_advantages,
+}
 
 
 def rows_of(rewards, group, session, output=None, *, lengths=None, loss_mask=None):
@@ -36,28 +46,87 @@ def rows_of(rewards, group, session, output=None, *, lengths=None, loss_mask=Non
     )
 
 
-def test_grpo_equals_a_literal():
-    # Group 7: mean 0.5, unbiased deviation sqrt(((0.5^2) * 2) / 1) = 0.70710678. Group 3 has a single session.
-    found = grpo_advantages(torch.tensor([1.0, 5.0, 0.0], dtype=torch.float64), torch.tensor([7, 3, 7]), eps=0.0)
-    assert found.tolist() == pytest.approx([math.sqrt(0.5), 0.0, -math.sqrt(0.5)], rel=1e-12)
+def by_paper(name, groups, *, eps=1e-6, divide_by_std=None):
+    """Return the advantage of each session, by the formula of each paper; groups are lists of (reward, num_tokens)."""
+    everything = [reward for group in groups for reward, _ in group]
+    teaching = sum(len(group) for group in groups if len({reward for reward, _ in group}) > 1)
+    found = []
+    for group in groups:
+        rewards = [reward for reward, _ in group]
+        if len(set(rewards)) == 1:
+            found.append([0.0] * len(group))
+            continue
+        mean, size, deviation = statistics.fmean(rewards), len(rewards), statistics.stdev(rewards) + eps
+        second, best = sorted(rewards)[-2:]
+        tokens = sum(count for _, count in group)
+        found.append(
+            {
+                "grpo": [(r - mean) / deviation for r in rewards],
+                "dr_grpo": [r - mean for r in rewards],
+                "rloo": [r - (sum(rewards) - r) / (size - 1) for r in rewards],
+                "opo": [r - sum(of * count for of, count in group) / tokens if tokens else r - mean for r in rewards],
+                "gpg": [len(everything) / teaching * (r - mean) / (deviation if divide_by_std else 1) for r in rewards],
+                "grpo_passk": [
+                    (best - second) / (1 if divide_by_std is False else deviation) if r == best else 0.0
+                    for r in rewards
+                ],
+                "lite_ppo": [(r - mean) / (statistics.stdev(everything) + eps) for r in rewards],
+                "maxrl": [(r - mean) / mean if mean > 0 else 0.0 for r in rewards],
+            }[name]
+        )
+    return found
 
 
-def test_dr_grpo_equals_a_literal():
-    found = dr_grpo_advantages(torch.tensor([1.0, 0.0, 0.0, 3.0]), torch.tensor([0, 0, 0, 1]))
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0.0], rel=1e-6)
+GROUPS = {
+    7: [(1.0, 2), (0.0, 1), (0.5, 4)],
+    3: [(5.0, 3)],
+    9: [(2.0, 1), (2.0, 2), (-1.0, 3)],  # the best is tied
+    0: [(0.25, 1), (0.25, 1)],
+    5: [(-3.0, 2), (-1.0, 1)],
+    8: [(1.0, 0), (3.0, 2)],  # nothing of the first session trains
+    4: [(0.5, 0), (2.5, 0)],
+}
+"""(reward, trained tokens) of sessions by prompt."""
 
 
-def test_rloo_equals_a_literal():
-    # Each reward minus the mean of the others: 1 - (0 + 2) / 2, 0 - 3 / 2, 2 - 1 / 2; a lone session has no others.
-    found = rloo_advantages(torch.tensor([1.0, 0.0, 2.0, 9.0]), torch.tensor([0, 0, 0, 1]))
-    assert found.tolist() == pytest.approx([0.0, -1.5, 1.5, 0.0], abs=1e-6)
+@pytest.mark.parametrize("scale", [1.0, 2e-5], ids=["", "tiny"])
+@pytest.mark.parametrize("which", [list(GROUPS), [3], [0, 3], [5]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "lite_ppo", "maxrl")),
+        *((name, {"eps": 0.5}) for name in ("grpo", "grpo_passk", "lite_ppo")),
+        ("gpg", {"divide_by_std": True}),
+        ("gpg", {"divide_by_std": True, "eps": 0.5}),
+        ("grpo_passk", {"divide_by_std": False}),
+    ],
+)
+def test_advantages_are_those_of_the_papers(name, options, which, scale):
+    groups = {prompt: [(reward * scale, count) for reward, count in GROUPS[prompt]] for prompt in which}
+    wanted = dict(zip(groups, by_paper(name, list(groups.values()), **options), strict=True))
+    sessions = [(prompt, number) for prompt, group in groups.items() for number in range(len(group))]
+    random.Random(1).shuffle(sessions)
+    rewards = [groups[prompt][number][0] for prompt, number in sessions]
+    counts = [groups[prompt][number][1] for prompt, number in sessions]
+    expected = [wanted[prompt][number] for prompt, number in sessions]
 
+    of_sessions = ESTIMATES[name]
+    more = {"num_tokens": torch.tensor(counts)} if name == "opo" else {}
+    group = torch.tensor([prompt for prompt, _ in sessions])
+    found = of_sessions(torch.tensor(rewards, dtype=torch.float64), group, **more, **options)
+    assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
-def test_opo_equals_a_literal():
-    # The baseline weights rewards by length: (1 * 1 + 3 * 0) / 4 = 0.25.
-    found = opo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 3]))
-    assert found.tolist() == pytest.approx([0.75, -0.25], rel=1e-6)
+    mask = [token > 0 for count in counts for token in range(count + 1)]  # each session has an untrained token too
+    rows = rows_of(
+        rewards,
+        group.tolist(),
+        [number for _, number in sessions],
+        lengths=[count + 1 for count in counts],
+        loss_mask=mask,
+    )
+    spread = function_with_options(ADVANTAGES, name, options)(rows)["advantages"].tolist()
+    of_tokens = [[0.0] + [one] * count for one, count in zip(expected, counts, strict=True)]
+    assert spread == pytest.approx([one for row in of_tokens for one in row], rel=1e-9, abs=1e-15)
 
 
 def test_opo_counts_the_tokens_of_all_trajectories_of_a_session():
@@ -65,55 +134,11 @@ def test_opo_counts_the_tokens_of_all_trajectories_of_a_session():
     assert ADVANTAGES.get("opo")(rows)["advantages"].tolist() == pytest.approx([0.25, 0.25, 0.25, -0.75])
 
 
-def test_gpg_equals_a_literal():
-    # Only the two sessions of the first group have different rewards: alpha = 4 / 2.
-    found = gpg_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))
-    assert found.tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
-    by_std = gpg_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]), divide_by_std=True, eps=0.0)
-    assert by_std.tolist() == pytest.approx([math.sqrt(2), -math.sqrt(2), 0.0, 0.0], rel=1e-6)
-
-
-def test_passk_equals_a_literal():
-    # The best leads the second by 2, and the deviation of 5, 3, 1 is 2. A tie and a lone session have no lead.
-    rewards = torch.tensor([5.0, 3.0, 1.0, 4.0, 4.0, 0.0, 7.0], dtype=torch.float64)
-    group = torch.tensor([0, 0, 0, 1, 1, 1, 2])
-    assert passk_advantages(rewards, group, eps=0.0).tolist() == pytest.approx([1.0, 0, 0, 0, 0, 0, 0])
-    assert passk_advantages(rewards, group, divide_by_std=False).tolist() == [2.0, 0, 0, 0, 0, 0, 0]
-
-
-def paper_lite_ppo(groups):
-    """Lite PPO, section 5: the group's mean and the deviation of every reward of the batch."""
-    rewards = [reward for group in groups for reward in group]
-    return [(r - statistics.fmean(group)) / statistics.stdev(rewards) for group in groups for r in group]
-
-
-def paper_maxrl(groups):
-    """MaxRL, algorithm 1: the N scores weigh r / K - 1 / N with K successes, times N; 0 without success."""
-    return [len(group) * (r / sum(group) - 1 / len(group)) if sum(group) else 0.0 for group in groups for r in group]
-
-
-@pytest.mark.parametrize(
-    ("estimate", "paper"), [(partial(lite_ppo_advantages, eps=0.0), paper_lite_ppo), (maxrl_advantages, paper_maxrl)]
-)
-def test_golden_numbers_of_the_papers(estimate, paper):
-    generator = random.Random(3)
-    groups = [[0.0, 0.0, 0.0], [1.0, 1.0]] + [
-        [float(generator.random() < rate) for _ in range(size)] for rate, size in [(0.1, 9), (0.5, 4), (0.9, 7)]
-    ]
-    rewards = torch.tensor([reward for group in groups for reward in group])
-    of_rows = torch.tensor([index for index, group in enumerate(groups) for _ in group])
-    assert estimate(rewards, of_rows).tolist() == pytest.approx(paper(groups), abs=1e-5)
-
-
 def test_lite_ppo_does_not_scale_up_a_group_that_hardly_differs():
     # All rewards: mean 0.745, deviation sqrt((2 * 0.255^2 + 0.235^2 + 0.745^2) / 3) = 0.496756.
     rewards = torch.tensor([1.0, 0.98, 1.0, 0.0], dtype=torch.float64)
     found = lite_ppo_advantages(rewards, torch.tensor([0, 0, 1, 1]), eps=0.0)
     assert found.tolist() == pytest.approx([0.0201306, -0.0201306, 1.0065308, -1.0065308], abs=1e-6)
-
-
-def test_maxrl_of_a_mean_that_is_not_above_zero_is_zero():
-    assert maxrl_advantages(torch.tensor([-1.0, 0.5]), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
 
 
 def test_rewards_of_tokens_count_in_the_trajectorys():
@@ -127,9 +152,6 @@ def test_negative_eps_is_refused():
         grpo_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), eps=-1.0)
 
 
-NEWER = (lite_ppo_advantages, maxrl_advantages)
-
-
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -1e6, 0.0])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10])
 def test_group_with_equal_rewards_gets_exact_zeros(reward, size):
@@ -137,8 +159,8 @@ def test_group_with_equal_rewards_gets_exact_zeros(reward, size):
     rewards = torch.full((size,), reward, dtype=torch.float64)
     group = torch.zeros(size, dtype=torch.int64)
     assert opo_advantages(rewards, group, torch.arange(size)).tolist() == [0.0] * size
-    for estimate in (grpo_advantages, dr_grpo_advantages, rloo_advantages, gpg_advantages, passk_advantages, *NEWER):
-        assert estimate(rewards, group).tolist() == [0.0] * size
+    for name, estimate in ESTIMATES.items():
+        assert name == "opo" or estimate(rewards, group).tolist() == [0.0] * size
 
 
 @pytest.mark.parametrize(
@@ -177,9 +199,11 @@ def test_masked_tokens_get_zero():
     assert dr_grpo(rows)["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5]
 
 
-def test_no_rows_have_no_advantages():
-    rows = rows_of([], [], [])
-    assert grpo(rows)["advantages"].shape == (0,)
+@pytest.mark.parametrize("name", ESTIMATES)
+def test_no_rows_and_sessions_have_no_advantages(name):
+    assert ADVANTAGES.get(name)(rows_of([], [], []))["advantages"].shape == (0,)
+    more = {"num_tokens": torch.zeros(0, dtype=torch.int64)} if name == "opo" else {}
+    assert ESTIMATES[name](torch.zeros(0), torch.zeros(0), **more).tolist() == []
 
 
 def test_missing_reward_is_refused_with_its_row():

@@ -45,6 +45,7 @@ def test_nothing_to_train_gives_zeros(mode):
         torch.zeros(4, dtype=torch.bool), torch.tensor([0, 4]), row_weights=AGGREGATIONS.get(mode), horizon=4
     )
     assert found.tolist() == [0.0] * 4
+    assert AGGREGATIONS.get(mode)(torch.zeros(2), 4).isfinite().all()  # as the interface asks of every aggregation
 
 
 def test_wrong_tensors_are_refused():

@@ -1,10 +1,11 @@
 import math
+import statistics
 
 import numpy as np
 import pytest
 import torch
 
-from rl_core.errors import SettingsError
+from rl_core.errors import SettingsError, ShapeError
 from rl_distill.objectives import REJECTION_CRITERIA
 from rl_distill.objectives.rejection import rejection_limits, rejection_mask
 
@@ -14,38 +15,6 @@ LOG_RATIOS = torch.tensor([math.nan, LOG(2), 0.0, -LOG(2), math.inf], dtype=torc
 MASK = torch.tensor([False, True, True, True, False])
 OFFSETS = torch.tensor([0, 3, 4, 5])
 K3_OF_2 = 2 - 1 - LOG(2)
-K3_OF_HALF = 0.5 - 1 + LOG(2)
-
-
-def kept(name, bound):
-    mask, _ = rejection_mask(LOG_RATIOS, MASK, OFFSETS, bounds={name: bound})
-    return mask[MASK].tolist()
-
-
-@pytest.mark.parametrize(
-    ("name", "bound", "expected"),
-    [
-        ("token_k1", 1.5, [False, True, False]),
-        ("token_k1", (0.4, 1.5), [True, True, False]),  # the rollout / old ratios are 1/2, 1 and 2
-        ("token_k2", LOG(2) ** 2 / 2 - 1e-9, [False, True, False]),
-        ("token_k3", K3_OF_2 - 1e-9, [False, True, True]),
-        ("seq_sum_k1", (0.4, 1.5), [True, True, False]),
-        ("seq_sum_k2", LOG(2) ** 2 / 2 + 1e-9, [True, True, True]),
-        ("seq_sum_k3", K3_OF_HALF + 1e-9, [False, False, True]),
-        ("seq_mean_k1", 1.5, [True, True, False]),  # the means are -log(2) / 2 and log 2
-        ("seq_mean_k2", LOG(2) ** 2 / 4 + 1e-9, [True, True, False]),
-        ("seq_mean_k3", K3_OF_2 / 2 + 1e-9, [True, True, False]),
-        ("seq_max_k2", LOG(2) ** 2 / 2 - 1e-9, [False, False, False]),
-        ("seq_max_k3", K3_OF_HALF + 1e-9, [False, False, True]),
-    ],
-)
-def test_kept_rows_equal_literals(name, bound, expected):
-    assert kept(name, bound) == expected
-
-
-def test_every_criterion_has_a_literal():
-    marks = test_kept_rows_equal_literals.pytestmark
-    assert {case[0] for case in marks[0].args[1]} == set(REJECTION_CRITERIA.names())
 
 
 def test_all_criteria_must_pass_and_masked_tokens_stay_so():
@@ -59,11 +28,78 @@ def test_all_criteria_must_pass_and_masked_tokens_stay_so():
     assert metrics["rollout_corr/rollout_rs_token_k3_seq_masked_fraction"].item() == 0.5
 
 
-def test_metrics_of_a_trajectorys_criterion():
-    _, metrics = rejection_mask(LOG_RATIOS, MASK, OFFSETS, bounds={"seq_sum_k1": (0.4, 1.5)})
-    found = {name.removeprefix("rollout_corr/rollout_rs_seq_sum_k1_"): float(value) for name, value in metrics.items()}
-    expected = {"max": LOG(2), "min": -LOG(2), "mean": -LOG(2) / 3, "fraction_high": 0.5, "fraction_low": 0.0}
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
+ROWS = {
+    "three rows": [[math.nan, LOG(2), 0.0], [-LOG(2)], [math.nan], [LOG(4), -LOG(4), 0.1, math.nan]],
+    "one row": [[LOG(2), -LOG(2), 0.3]],
+}
+"""log(old / rollout) of trajectories; NaN at tokens that do not train."""
+ESTIMATES = {"k1": lambda x: -x, "k2": lambda x: 0.5 * x * x, "k3": lambda x: math.expm1(x) - x}
+LEVELS = {"seq_sum": sum, "seq_mean": statistics.fmean, "seq_max": max}
+
+
+def by_hand(name, rows, low, high):
+    """Return which trained tokens pass, and the metrics, from each token's statistic and each trajectory's."""
+    level, k = name.rsplit("_", 1)
+    estimates = [[ESTIMATES[k](x) for x in row if not math.isnan(x)] for row in rows]
+    estimates = [row for row in estimates if row]
+    of_rows = [LEVELS.get(level, statistics.fmean)(row) for row in estimates]
+    of_tokens = [
+        one if level == "token" else of_row for of_row, row in zip(of_rows, estimates, strict=True) for one in row
+    ]
+    judged, passes = of_tokens if level == "token" else of_rows, [low <= one <= high for one in of_tokens]
+    lowest = low if k == "k1" else 0.0
+    places = iter(passes)
+    share = lambda of, is_in: sum(map(is_in, of)) / len(of)
+    metrics = {
+        "mean": statistics.fmean(of_tokens),
+        "max": max(judged),
+        "min": min(judged),
+        "fraction_high": share(judged, lambda one: one > high),
+        "fraction_low": share(judged, lambda one: one < low),
+        "std": statistics.pstdev([min(max(one, lowest), high) for one in of_tokens]),
+        "seq_mean": statistics.fmean(of_rows),
+        "seq_std": statistics.stdev(of_rows) if len(of_rows) > 1 else 0.0,
+        "seq_max": max(of_rows),
+        "seq_min": min(of_rows),
+        "seq_max_deviation": max(map(abs, of_rows)),
+        "seq_fraction_high": share(of_rows, lambda one: one > high),
+        "masked_fraction": share(passes, lambda one: not one),
+        "seq_masked_fraction": share([[next(places) for _ in row] for row in estimates], lambda row: not all(row)),
+    }
+    return passes, metrics | ({"seq_fraction_low": share(of_rows, lambda one: one < low)} if k == "k1" else {})
+
+
+@pytest.mark.parametrize("name", REJECTION_CRITERIA.names())
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_mask_and_metrics_are_those_of_the_definitions(name, rows):
+    log_ratio = torch.tensor([one for row in rows for one in row], dtype=torch.float64)
+    mask, offsets = ~log_ratio.isnan(), torch.tensor([0, *map(len, rows)]).cumsum(0)
+    bounds = {"k1": [(0.5, 2.0), (0.8, 1.1), (1.0, 1.0)], "k2": [0.5 * LOG(2) ** 2, 0.01], "k3": [0.3, 1e-4]}
+    for bound in bounds[name[-2:]]:  # ratios of 2 and 1/2 are on the first bound, and pass
+        low, high = map(LOG, bound) if isinstance(bound, tuple) else (-math.inf, bound)
+        passes, expected = by_hand(name, rows, low, high)
+        kept, metrics = rejection_mask(log_ratio, mask, offsets, bounds={name: bound})
+        assert kept[mask].tolist() == passes
+        assert not kept[~mask].any()
+        prefix = f"rollout_corr/rollout_rs_{name}_"
+        assert {key.removeprefix(prefix): float(value) for key, value in metrics.items() if key.startswith(prefix)} == (
+            pytest.approx(expected, rel=1e-6, abs=1e-9)
+        )
+        assert float(metrics["rollout_corr/rollout_rs_masked_fraction"]) == pytest.approx(expected["masked_fraction"])
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    for mask, offsets in ((MASK.float(), OFFSETS), (MASK[1:], OFFSETS), (MASK, OFFSETS + 1), (MASK, OFFSETS[:-1])):
+        with pytest.raises(ShapeError, match=r"loss_mask must have|offsets must run"):
+            rejection_mask(LOG_RATIOS, mask, offsets, bounds={"token_k2": 1.0})
+
+
+def test_a_far_ratio_has_a_finite_statistic():
+    far = torch.tensor([-5e3, 5e3], dtype=torch.float64)
+    mask, offsets = torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
+    _, metrics = rejection_mask(far, mask, offsets, bounds={"token_k1": 2.0, "token_k3": 2.0})
+    assert float(metrics["rollout_corr/rollout_rs_token_k1_max"]) == 20.0
+    assert float(metrics["rollout_corr/rollout_rs_token_k3_max"]) == pytest.approx(math.expm1(20) - 20)
 
 
 def test_nothing_to_train_has_no_metrics():
@@ -75,6 +111,14 @@ def test_nothing_to_train_has_no_metrics():
 def test_bounds_may_be_numbers_of_numpy():
     assert rejection_limits(np.float32(2.0), is_signed=False) == (-math.inf, 2.0)
     assert rejection_limits((np.float64(0.5), np.int64(2)), is_signed=True) == (LOG(0.5), LOG(2))
+
+
+@pytest.mark.parametrize(
+    ("bound", "limits"),
+    [(1.0, (0.0, 0.0)), (4, (-LOG(4), LOG(4))), ((3.0, 3.0), (LOG(3), LOG(3))), ([0.1, 0.2], (LOG(0.1), LOG(0.2)))],
+)
+def test_a_bound_of_a_signed_criterion_is_of_the_ratio(bound, limits):
+    assert rejection_limits(bound, is_signed=True) == pytest.approx(limits)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +138,11 @@ def test_bounds_may_be_numbers_of_numpy():
         ({"token_k1": (0.5, 1.0, 2.0)}, "0 < low <= high"),
         ({"token_k1": (0.5, math.nan)}, "0 < low <= high"),
         ({"token_k1": math.inf}, "0 < low <= high"),
+        ({"token_k1": (0.5, math.inf)}, "0 < low <= high"),
+        ({"token_k1": (True, 2.0)}, "0 < low <= high"),
+        ({"token_k1": ("a", 2.0)}, "0 < low <= high"),
+        ({"token_k1": (0.0, 2.0)}, "0 < low <= high"),
+        ({"token_k1": (0.5,)}, "one number x >= 1"),
     ],
 )
 def test_impossible_bounds_are_refused(bounds, message):

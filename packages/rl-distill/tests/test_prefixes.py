@@ -81,20 +81,96 @@ def test_turns_and_forks_make_a_tree_of_three_levels():
     assert forest.spans == ((0, 10, 23), (11, 21, 23))
 
 
-@settings(max_examples=200, deadline=None)
+def num_computed(rows, least: int, depth: int = 0) -> int:
+    """Count computed tokens: rows that agree on the next `least` tokens compute what they have in common once."""
+    alike: dict[tuple[int, ...], list[np.ndarray]] = {}
+    total = 0
+    for row in rows:
+        if len(row) - depth < least:
+            total += len(row) - depth  # too short to share
+        else:
+            alike.setdefault(tuple(row[depth : depth + least]), []).append(row)
+    for group in alike.values():
+        end = depth + least
+        while all(len(row) > end and row[end] == group[0][end] for row in group):
+            end += 1
+        end = len(group[0]) if len(group) == 1 else end
+        total += end - depth + (num_computed(group, least, end) if len(group) > 1 else 0)
+    return total
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8),
+    rows=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=6),
     least=st.integers(1, 5),
+    prompts=st.lists(st.sampled_from("ab"), min_size=6, max_size=6),
 )
-def test_any_rows_are_restored_from_their_forest(rows, least):
-    arrays = [ids(*row) for row in rows]
+def test_any_rows_compute_once_what_they_share(rows, least, prompts):
+    arrays, prompts = [ids(*row) for row in rows], prompts[: len(rows)]
 
     forest = prefix_forest(arrays, min_shared=least)
+    of_batch = batch_forest(batch_of(arrays, prompts), min_shared=least)
 
     check(arrays, forest)
+    assert forest.num_computed == num_computed(arrays, least)
+    assert forest.is_shared == (forest.num_computed < sum(map(len, arrays)))
     lengths = np.diff(forest.offsets)
     inner = forest.stop > np.arange(len(forest.stop)) + 1
     assert (lengths[inner] >= least).all()
+    segments = np.flatnonzero(inner).tolist()
+    stops = [max([s, *(t for t in range(s + 1, len(inner)) if is_below(forest, t, s))]) + 1 for s in segments]
+    expected = [
+        (forest.offsets[s], forest.offsets[s + 1], forest.offsets[stop])
+        for s, stop in zip(segments, stops, strict=True)
+    ]
+    assert forest.spans == tuple(map(tuple, expected))
+
+    check(arrays, of_batch)
+    groups = {prompt: [row for row, of in zip(arrays, prompts, strict=True) if of == prompt] for prompt in prompts}
+    assert of_batch.num_computed == sum(num_computed(group, least) for group in groups.values())
+    if not of_batch.is_shared:
+        np.testing.assert_array_equal(of_batch.places, np.arange(len(of_batch.places)))
+        np.testing.assert_array_equal(np.diff(of_batch.offsets), [len(row) for row in arrays])
+
+
+def is_below(forest: PrefixForest, segment: int, above: int) -> bool:
+    """Whether a segment continues another one."""
+    while segment > above:
+        segment = int(forest.parent[segment])
+    return segment == above
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=9),
+    prompts=st.lists(st.sampled_from("abc"), min_size=9, max_size=9),
+    least=st.integers(0, 3),
+    max_tokens=st.integers(1, 20),
+    num_ranks=st.integers(1, 3),
+)
+def test_units_are_halved_until_they_fit(rows, prompts, least, max_tokens, num_ranks):
+    arrays, prompts = [ids(*row) for row in rows], prompts[: len(rows)]
+
+    units, sizes = computed_units(
+        batch_of(arrays, prompts), min_shared=least, max_tokens=max_tokens, num_ranks=num_ranks
+    )
+
+    def halved(unit: list[int], limit: float) -> list[list[int]]:
+        size = num_computed([arrays[row] for row in unit], least)
+        if size == sum(len(arrays[row]) for row in unit):
+            return [[row] for row in unit]
+        half = -(-len(unit) // 2)
+        return [unit] if size <= limit else halved(unit[:half], limit) + halved(unit[half:], limit)
+
+    groups = [[row for row, of in enumerate(prompts) if of == prompt] for prompt in dict.fromkeys(prompts)]
+    expected = [[row] for row in range(len(rows))]
+    if least:
+        expected = [part for group in groups for part in halved(group, max_tokens)]
+        share = -(-sum(num_computed([arrays[row] for row in unit], least) for unit in expected) // num_ranks)
+        expected = [part for unit in expected for part in halved(unit, min(share, max_tokens))]
+    assert [unit.tolist() for unit in units] == sorted(expected)
+    computed = [num_computed([arrays[row] for row in unit], least or 99) for unit in sorted(expected)]
+    assert sizes.tolist() == computed
 
 
 def test_a_thousand_rows_that_each_go_on_from_the_last():

@@ -123,15 +123,13 @@ def _checked(lengths: NDArray[np.int64], max_tokens: int) -> NDArray[np.int64]:
 
 def _balanced(lengths: NDArray[np.int64], num_ranks: int) -> list[Rows]:
     """Assign rows to ranks greedily: longest first, each to the rank with the fewest tokens so far."""
-    if num_ranks == 1:
-        return [np.arange(len(lengths), dtype=np.int64)]
     loads = [(0, rank) for rank in range(num_ranks)]
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     for row in np.argsort(-lengths, kind="stable"):
         load, rank = heapq.heappop(loads)
         shares[rank].append(int(row))
         heapq.heappush(loads, (load + int(lengths[row]), rank))
-    return [np.array(sorted(share), dtype=np.int64) for share in shares]
+    return [np.array(share, dtype=np.int64) for share in shares]
 
 
 def _evened(order: Rows, ordered: NDArray[np.int64], *, num_cuts: int, max_tokens: int) -> list[Rows]:

@@ -184,7 +184,7 @@ def computed_units(
             size = prefix_forest([tokens[row] for row in rows], min_shared=min_shared).num_computed
             if size == lengths[rows].sum():
                 found += [(alone[row], int(lengths[row])) for row in rows]
-            elif size > limit and len(rows) > 1:
+            elif size > limit:  # several rows: one shares nothing
                 pending += np.array_split(rows, 2)
             else:
                 found.append((rows, size))

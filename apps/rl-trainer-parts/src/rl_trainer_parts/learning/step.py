@@ -311,12 +311,11 @@ def with_update(prepared: Batch, results: Mapping[str, Ragged], *, loss_mask: Ra
 
 def _in_row_order(batch: Batch, seen: list[tuple[Batch, StepResult]]) -> dict[str, Ragged]:
     """Merge per-token results of mini-batches; rows in none of them get 0."""
-    ids = batch.ragged("input_ids")
-    row_of = {key: row for row, key in enumerate(batch.keys)} if len(seen) > 1 else {}
+    if seen and seen[0][0] is batch:
+        return dict(seen[0][1].tokens)
+    ids, row_of = batch.ragged("input_ids"), {key: row for row, key in enumerate(batch.keys)}
     found: dict[str, Ragged] = {}
     for part, result in seen:
-        if part is batch:
-            return dict(result.tokens)
         rows = np.asarray([row_of[key] for key in part.keys], dtype=np.int64)
         places = token_positions(ids.offsets[rows], ids.lengths[rows])
         for name, column in result.tokens.items():

@@ -166,14 +166,12 @@ def ppo_clip(
     """
     log_ratio, advantages = tokens.log_ratio(), tokens.advantages
     clipped, was_clipped = clipped_surrogate(log_ratio.exp(), advantages, clip_low=clip_low, clip_high=clip_high)
-    is_negative = advantages < 0
-    ceiling = torch.where(is_negative, -advantages, torch.ones_like(advantages)) * dual_clip
-    losses = torch.where(is_negative, torch.minimum(clipped, ceiling), clipped)
+    ceiling = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
     return TokenLosses(
-        losses=losses,
+        losses=torch.minimum(clipped, ceiling),
         diagnostics={
             "actor/pg_clipfrac": was_clipped,
-            "actor/pg_clipfrac_lower": (is_negative & (clipped > ceiling)).to(losses.dtype),
+            "actor/pg_clipfrac_lower": (clipped > ceiling).to(clipped.dtype),
             "actor/ppo_kl": -log_ratio.detach(),
         },
     )
