@@ -2,15 +2,19 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from rl_core import QueueOptions, TaskSpec
-from rl_core.errors import AlreadySettledError, DataError, OutdatedLeaseError
+from rl_core.errors import AlreadySettledError, DataError, NotReadyError, OutdatedLeaseError
 from rl_core.queue.capacity import Capacity
 from rl_core.queue.core import QueueCore
+from rl_core.queue.group import QueuedGroup
+from rl_core.queue.interface import LedgerEntry
 from rl_core.queue.messages import GENERATE, Ack, Finish, LeaseRequest, PartInfo, Put, Reserve
 from rl_core.queue.picking import Blocked, describe_named, finished_groups, listed
+from rl_core.queue.segment_table import SegmentTable
 
 SPARE = 3
 TASKS = [
@@ -121,7 +125,21 @@ def assert_counts_are_right(core):
             assert group.columns == common.union(*(part.columns for part in group.late))
         more = {"groups": 1, "rows": group.num_rows, "size_bytes": group.size_bytes}
         expected.update({f"{name}/{group.state}": number for name, number in more.items() if number})
+        assert (entry := group.entry()) == LedgerEntry(
+            prompt_uid=group.uid,
+            state=group.state,
+            sessions_settled=len({*group.settled, *group.failures}),
+            sessions_failed=group.failures,
+            acked_by=frozenset(group.acked),
+            reason=group.reason,
+            attempt=group.attempt,
+            num_rows=group.num_rows,
+            num_tokens=group.num_tokens,
+            policy_versions=None if group.oldest < 0 else (group.oldest, group.newest),
+        )
+        assert entry.sessions_settled + len(group.missing_sessions) == group.num_sessions
     assert core.groups.counts() == expected
+    assert list(core.groups.counts()) == sorted(expected), "groups, rows and bytes, each in the order of the states"
     assert core.groups.num_rows == sum(group.num_rows for group in groups)
     assert core.groups.size_bytes == sum(group.size_bytes for group in groups)
     assert {*core.groups.issued.values()} == {group for group in groups if group.state == "issued"}
@@ -193,7 +211,9 @@ class Walk:
         task = self.draw.choice([*SPECS, "train"])
         asked = request(task, self.draw.randint(1, 3), allow_fewer=self.draw.random() < 0.5)
         expected, stale = expected_next(self.core, asked)
+        num_stale = self.core.drops["stale"]
         found = self.core.try_lease(asked, now=self.now, client=self.draw.choice("ab"), blocked=Blocked())
+        assert self.core.drops["stale"] - num_stale == len(stale)
         assert (found and [group.uid for group in found.groups]) == expected
         assert [self.core.groups.get(uid).reason for uid in stale] == ["stale"] * len(stale)
 
@@ -284,6 +304,34 @@ class Walk:
             assert not any(stale)
             self.waiting = None
 
+    def restored(self):
+        """Return a queue with what the journal keeps of this one's groups and segments, and its pins."""
+        core, names = QueueCore(TASKS, QueueOptions()), ("uid", "order", "num_sessions", "prompt", "issued_at")
+        names += ("attempt", "state", "reason", "settled", "failures", "acked")
+        groups = []
+        for old in self.core.groups:
+            groups.append(QueuedGroup(**{name: getattr(old, name) for name in names}))
+            for part in old.parts:
+                groups[-1].add_part(part)
+            for part in old.late:
+                groups[-1].add_late(part)
+        places = {number: f"place {number}" for number in self.core.segments.added}
+        core.restore(groups, places, self.core.segments.pins())
+        kept = [*self.core.segments]
+        assert ([*core.segments], core.segments.pins()) == (kept, self.core.segments.pins())
+        gone = [number for number in places if number not in kept]
+        assert core.segments.freed == [(number, f"place {number}") for number in gone]
+        assert all(core.segments.place(number) == f"place {number}" for number in kept)
+        core.segments.added = [*places]
+        core.issue([("next", None)], num_sessions=1, now=0.0)
+        assert core.groups.get("next").order == max((old.order for old in groups), default=-1) + 1
+        assert core.segments.add("new") == max(places, default=0) + 1
+        core.segments.need(max(places, default=0) + 1)
+        core.segments.release(max(places, default=0) + 1)
+        for task in core.groups._every:
+            assert task.peek() is next(iter(in_order(core, task.name)), None)
+        return core
+
     def step(self):
         calls = [self.issue, self.put, self.put, self.put, self.fail, self.drop, self.lease_next, self.lease_next]
         calls += [self.lease_named, self.ack, self.ack, self.finish, self.end, self.extend, self.expire, self.lose]
@@ -313,6 +361,7 @@ def test_after_every_call_the_counts_equal_a_recount(seed):
     walk = Walk(seed)
     for _ in range(150):
         walk.step()
+    assert_counts_are_right(walk.restored())
 
 
 # -- refusals, which change nothing
@@ -518,12 +567,13 @@ def test_a_wait_is_described_by_what_is_missing():
     core = QueueCore(TASKS, QueueOptions())
     train = core.groups.tasks["train"]
     assert core.groups.describe_wait(train, now=5.0) == "0 ready, nothing issued"
-    core.issue([("p0", None), ("p1", None), ("p2", None)], num_sessions=2, now=1.5)
+    core.issue([(f"p{i}", None) for i in range(4)], num_sessions=2, now=1.5)
+    core.drop(core.groups.find_open("p3"), "why", reissue=False, now=1.5)
     put(core, [("p0", [1])])
     put(core, [("p1", [0, 1]), ("p2", [0, 1])])
     lease(core, "log")
     assert core.groups.describe_wait(train, now=5.0) == (
-        "0 ready, 1 issued, 2 settled, prompt 'p0' has lacked sessions [0] for 3.5 s, 2 groups lack columns ['values']"
+        "0 ready, 1 dropped, 1 issued, 2 settled, prompt 'p0' has lacked sessions [0] for 3.5 s, 2 groups lack columns ['values']"
     )
     log = core.groups.tasks["log"]
     assert core.groups.describe_wait(log, now=5.0).endswith("for 3.5 s, 1 leased by another consumer of this task")
@@ -566,3 +616,92 @@ def test_rows_beyond_the_bounds_are_taken_if_every_consumer_waits_for_more():
     core.end_lease(claim.lease_id, "was released")
     lease(core, "log")
     assert not capacity.fits(core, 1, 1, waiting_tasks={"reference", "log"})
+
+
+class Places:
+    """Allocates numbered places, and records those that are freed."""
+
+    def __init__(self):
+        self.asked, self.freed = [], []
+
+    def allocate(self, size_bytes, client):
+        self.asked.append((size_bytes, client))
+        return len(self.asked)
+
+    def free(self, place):
+        self.freed.append(place)
+
+
+def test_reservations_end_with_their_put_their_client_or_their_time(monkeypatch):
+    now, places, expired = 100.0, Places(), []
+    monkeypatch.setattr("rl_core.queue.capacity.time", SimpleNamespace(monotonic=lambda: now))
+    capacity = Capacity(places, reservation_s=10.0)
+    held = []
+    for index, client in enumerate("bcabcd"):
+        now = 100.0 + index
+        held.append(capacity.reserve(Reserve([], 1, 10, 5 * index, "put", 0.0), client))
+    assert held == [(number, number) for number in range(1, 7)]
+    assert places.asked == [(5 * index, client) for index, client in enumerate("bcabcd")]
+    assert (capacity.num_rows, capacity.size_bytes, capacity.clients) == (6, 60, ["a", "b", "c", "d"])
+    assert capacity.find(2) == ("c", Reserve([], 1, 10, 5, "put", 0.0), 2, 111.0)
+    assert capacity.end(2).client == "c"
+    with pytest.raises(NotReadyError, match="reservation 2 is unknown"):
+        capacity.find(2)
+    assert places.freed == []
+    capacity.give_up_of("b")
+    assert places.freed == [1, 4]
+    now = 112.0 - 1e-3
+    capacity.give_up_late(expired.append)
+    assert expired == []
+    now = 112.0
+    capacity.give_up_late(expired.append)
+    assert (expired, places.freed) == (["the reservation of a expired"], [1, 4, 3])
+    capacity.give_up(5)
+    capacity.give_up(5)
+    capacity.give_up(1)
+    assert places.freed == [1, 4, 3, 5]
+    now = 1e9
+    capacity.give_up_late(expired.append)
+    assert (capacity.num_rows, capacity.size_bytes, capacity.clients) == (0, 0, [])
+    own = Capacity(None, reservation_s=10.0)
+    own.give_up(own.reserve(Reserve([], 1, 1, 1, "put", 0.0), "a")[0], "written")
+    assert own.num_rows == 0
+
+
+def test_a_place_that_its_client_chose_is_freed_with_its_reservation():
+    places = Places()
+    places.allocate = lambda size_bytes, client: None
+    capacity = Capacity(places, reservation_s=10.0)
+    capacity.give_up(capacity.reserve(Reserve([], 1, 1, 1, "put", 0.0), "a")[0], "written")
+    assert places.freed == ["written"]
+
+
+def test_a_segment_is_freed_when_nobody_needs_or_reads_it():
+    table = SegmentTable()
+    numbers = [table.add(place) for place in "abc"]
+    assert (numbers, table.added, [*table]) == ([1, 2, 3], [1, 2, 3], [1, 2, 3])
+    table.need(1)
+    table.need(1)
+    table.pin(1, "x")
+    table.pin(1, "x")
+    table.pin(1, "y")
+    table.pin(2, "y")
+    assert table.pins() == {1: {"x": 2, "y": 1}, 2: {"y": 1}}
+    table.release(1)
+    table.release(1)
+    table.unpin(1, "x")
+    assert table.pins()[1] == {"x": 1, "y": 1}
+    table.unpin(1, "x")
+    assert table.pins()[1] == {"y": 1}
+    assert table.freed == []
+    table.unpin_all("y")
+    table.unpin(1, "y")
+    assert (table.freed, [*table], 3 in table, 1 in table) == ([(1, "a"), (2, "b")], [3], True, False)
+    table.number_from(3)
+    assert table.add("d") == 4
+    table.number_from(9)
+    assert (table.add("e"), table.place(9)) == (9, "e")
+    table.free_unneeded()
+    assert [place for _, place in table.freed] == ["a", "b", "c", "d", "e"]
+    table.number_from(1)
+    assert table.add("f") == 1
