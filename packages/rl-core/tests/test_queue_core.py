@@ -573,7 +573,8 @@ def test_a_wait_is_described_by_what_is_missing():
     put(core, [("p1", [0, 1]), ("p2", [0, 1])])
     lease(core, "log")
     assert core.groups.describe_wait(train, now=5.0) == (
-        "0 ready, 1 dropped, 1 issued, 2 settled, prompt 'p0' has lacked sessions [0] for 3.5 s, 2 groups lack columns ['values']"
+        "0 ready, 1 dropped, 1 issued, 2 settled, prompt 'p0' has lacked sessions [0] for 3.5 s, 2 groups lack columns "
+        "['values']"
     )
     log = core.groups.tasks["log"]
     assert core.groups.describe_wait(log, now=5.0).endswith("for 3.5 s, 1 leased by another consumer of this task")
