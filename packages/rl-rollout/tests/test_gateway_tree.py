@@ -525,6 +525,10 @@ def test_a_trajectory_has_the_times_of_the_samples_that_it_trains_and_the_end_of
     assert (one.timings.generate_s, one.timings.preemptions, one.finish_reason) == (3.0, 11, "length")
     assert (two.timings.generate_s, two.timings.preemptions, two.finish_reason) == (4.0, 100, "stop")
     assert [(row.prompt_uid, row.session_index, row.output_index) for row in (one, two)] == [("p", 3, 0), ("p", 3, 1)]
+    plain = Talk()
+    plain.ask([user("a")], "A")
+    (row,) = plain.tree.trajectories("p", 0)
+    assert (row.timings.generate_s, row.timings.preemptions) == (0.0, 0)
     assert SessionTree().is_empty
     assert not talk.tree.is_empty
 

@@ -580,6 +580,8 @@ def test_the_share_decides_how_many_are_audited_and_the_seed_which():
     half = [[g.num_audited for g in run(SingleTurnLoop(), share=0.5, seed=seed)] for seed in (1, 1, 2)]
     assert 15 < sum(half[0]) < 45
     assert half[0] == half[1] != half[2]
+    usual = AuditOptions()
+    assert (usual.share, usual.rescored_share, usual.rescored_tolerance, usual.seed) == (1.0, 0.02, 0.3, 0)
     with pytest.raises(SettingsError, match=r"share of AuditOptions .* at most 1; found 1\.5"):
         AuditOptions(share=1.5)
 

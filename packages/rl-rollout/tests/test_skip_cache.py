@@ -127,8 +127,9 @@ def test_other_columns_are_never_accepted(stored):
     fingerprint = {**found, "columns": {**found["columns"], "input_ids": "int64"}}
     store.write(KEY, GROUPS, fingerprint=fingerprint, generate_s=1.0, replace=True)
     for action in ("cache", "repeat", "repeat_last"):
-        with pytest.raises(CacheMismatchError, match=r"columns\.input_ids"):
+        with pytest.raises(CacheMismatchError, match=r"columns\.input_ids") as caught:
             Calls(stored, action=action, on_mismatch="accept")(EntryKey(step=1))
+        assert '"accept"' not in str(caught.value)
 
 
 PROMPT_CHANGES = {
@@ -425,12 +426,48 @@ def test_prompts_that_cannot_be_stored_are_refused_before_anything_is_generated(
 
 
 def test_a_search_for_entries_that_are_listed_and_never_there_ends(stored, monkeypatch):
-    calls = Calls(stored)
-    monkeypatch.setattr(cache_module, "SEARCH_DEADLINE_S", 0.05)
-    monkeypatch.setattr(EntryStore, "describe", lambda self, key: None)
-    with pytest.raises(CacheError, match=r"no entry for train-00000001-0000 in .* could be opened within"):
+    calls, described = Calls(stored), []
+    minutes = itertools.count(step=60.0)
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(perf_counter=lambda: next(minutes)))
+    monkeypatch.setattr(EntryStore, "describe", lambda self, key: described.append(key))
+    with pytest.raises(CacheError, match=r"no entry for train-00000001-0000 in .* could be opened within 120 s"):
         calls()
+    assert described == [KEY], "after one minute, and not after two"
     assert calls.num_generated == 0
+
+
+def test_an_entry_that_another_run_replaced_while_it_was_read_is_read_again(stored, monkeypatch):
+    describe, torn = EntryStore.describe, [BrokenEntryError("entry", "torn")]
+
+    def described(self, key):
+        if torn:
+            raise torn.pop()
+        return describe(self, key)
+
+    monkeypatch.setattr(EntryStore, "describe", described)
+    calls = Calls(stored)
+    assert calls().is_replayed
+    assert (path_of(stored).exists(), calls.events_named("skip_broken")) == (True, [])
+    torn.append(BrokenEntryError("entry", "torn"))
+    with pytest.raises(BrokenEntryError, match="torn"):
+        Calls(stored, on_broken="error")()
+
+
+def test_rewards_that_are_computed_again_are_no_difference(stored):
+    changed = replace(STORED, **CHANGES["reward.function.content"])
+    found = Calls(stored, rewards="again")(circumstances=changed)
+    assert (found.is_replayed, found.differences) == (True, ())
+    with pytest.raises(CacheMismatchError, match="seed: stored 0, now 1"):
+        Calls(stored, rewards="again")(circumstances=replace(changed, seed=1))
+
+
+def test_a_cache_needs_nobody_who_listens(tmp_path):
+    async def generate():
+        return GROUPS
+
+    cache = SkipCache(SkipOptions(enabled=True, directory=str(tmp_path)))
+    found = [asyncio.run(cache.rollouts(KEY, PROMPTS, STORED, generate)).source for _ in range(2)]
+    assert found == [None, KEY]
 
 
 def test_what_cannot_be_stored_is_an_error_that_says_why(tmp_path):

@@ -19,7 +19,7 @@ from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import EntryKey, EntryStore
 from rl_rollout.skip import rows as rows_module
-from rl_rollout.skip.rows import count, decode_groups, decode_images, image_digests, iter_arrays, storable
+from rl_rollout.skip.rows import Counts, count, decode_groups, decode_images, image_digests, iter_arrays, storable
 
 KEY = EntryKey(step=1)
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -197,9 +197,13 @@ def test_an_entry_counts_failed_sessions_and_their_trajectories_too():
         "trajectories": 6,
         "tokens": num_tokens,
     }
-    assert msgspec.to_builtins(count([])) == dict.fromkeys(
-        ("groups", "sessions", "failed_sessions", "trajectories", "tokens"), 0
-    )
+    names = ("groups", "sessions", "failed_sessions", "trajectories", "tokens")
+    for size in (0, 2**53):
+        assert msgspec.to_builtins(msgspec.convert(dict.fromkeys(names, size), Counts)) == dict.fromkeys(names, size)
+    for size in (-1, 2**53 + 1):
+        with pytest.raises(msgspec.ValidationError, match=r"`int` [<>]= "):
+            msgspec.convert({**dict.fromkeys(names, 0), "tokens": size}, Counts)
+    assert count([]) == Counts(groups=0, sessions=0, failed_sessions=0, trajectories=0, tokens=0)
 
 
 def test_records_may_be_as_large_as_the_bounds_and_no_larger(monkeypatch):
