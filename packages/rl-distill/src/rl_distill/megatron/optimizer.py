@@ -387,7 +387,7 @@ class Offloaded:
         for tensor in kept:
             storage = _fresh(tensor, seen)
             if storage is not None:
-                content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
+                content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.device.type != "cpu")
                 content.copy_(_bytes_of(storage))
                 storage.resize_(0)
                 self._kept.append((storage, content))

@@ -1,4 +1,4 @@
-"""Run cases, read and written as JSON lines: a whole step of one rank of a learner on the meta device."""
+"""Run cases, read and written as JSON lines: a whole step of one rank of a learner on an accelerator that computes nothing."""
 
 import json
 import sys
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from meta_rank import META, as_on_gpu, become_rank, build, step_memory
+from pretend_rank import become_rank, build, install, pretending, step_memory
 from torch import Tensor
 
+from rl_core.devices import own_device
 from rl_core.data import Batch, Ragged, RowKey
 from rl_core.data.ragged import offsets_of
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.megatron.cpu import install_cpu_compatibility
 from rl_distill.megatron.rank_batches import RankShare
 from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.setup import ModelPlan
@@ -116,21 +116,22 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     length = sum(rows) // parallel.context // (parallel.tensor if parallel.sequence else 1)
     become_rank(case["rank"], parallel)
-    with as_on_gpu(length=length, hidden_size=source.config.hidden_size) as mode:
+    with pretending(length=length, hidden_size=source.config.hidden_size) as mode:
         model = build(plan, is_large=case["is_large"])
+        mode.is_in_step = True
         found = _step(model, share, case["objective"]) if case["steps"] else {}
         if case["length"]:
             train = partial(model.train_step, share, temperature=1.0, with_entropy=True)
             train(POLICY)  # creates Adam's moments
             found["step_memory"] = step_memory(model, POLICY, train)
-        return found | _tensors_of(model) | {"operations": sorted(mode.operations)}
+        return found | _tensors_of(model) | {"operations": sorted(mode.operations), "reads": sorted(mode.reads)}
 
 
 def _step(model: RankTrainer, share: RankShare, name: str) -> dict[str, Any]:
     config = model.plan.source.config
     if name == "whole distributions":
         rows = config.vocab_size // model.plan.parallel.tensor
-        model._teacher_heads = [torch.empty(rows, config.hidden_size, dtype=torch.bfloat16, device=META)]
+        model._teacher_heads = [torch.empty(rows, config.hidden_size, dtype=torch.bfloat16, device=own_device())]
     objective = Watched(OBJECTIVES[name])
     is_policy = model.plan.head == "policy"
     scored = model.score(share, temperature=1.0, top_k=TOP_K if is_policy else None)
@@ -163,7 +164,7 @@ def _tensors_of(model: RankTrainer) -> dict[str, Any]:
 def main() -> None:
     """Answer each case with its result or traceback."""
     warnings.simplefilter("ignore")
-    install_cpu_compatibility(META)
+    install()
     for line in sys.stdin:
         try:
             found = run_case(json.loads(line))
