@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_core.devices import own_device
 from rl_distill.megatron import layers, setup
-from rl_distill.megatron.cpu import install_cpu_compatibility
+from rl_distill.megatron.any_model.chunk import PACKED, TransformersModel
+from rl_distill.megatron.cpu import _Synchronous, install_cpu_compatibility
 from rl_distill.megatron.layers import _RMSNormFunction
 from rl_distill.megatron.parallel import initialize_groups
 from rl_distill.megatron.rank_trainer import RankTrainer
@@ -64,6 +65,7 @@ LISTED = {
     Place("rl_distill/megatron/rank_batches.py", "_numbers"): "once a step: the loss and all metrics in one transfer",
     Place("rl_distill/megatron/rank_batches.py", "_broken"): "only after a loss that is not finite, to name its rows",
     Place("rl_distill/megatron/optimizer.py", "grad_norm"): "once a step: decides whether it is taken, and its clipping",
+    Place("rl_distill/megatron/any_model/sharded.py", "grad_norm"): "the same of weights that are divided",
     Place("rl_distill/megatron/rank_model.py", "score"): "once a batch, when all of its passes are queued",
     Place("rl_distill/megatron/rank_model.py", "_run"): "once a batch: counts of rerouted rows, if experts are replayed",
     Place("rl_distill/packing.py", "unpack_values"): "once a step, if the caller wants values of tokens",
@@ -80,7 +82,7 @@ def reading_place() -> Place:
     while frame.f_back is not None:
         file = frame.f_code.co_filename
         for root in ROOTS:
-            if f"/{root}/" in file:
+            if f"/{root}/" in file and not frame.f_code.co_name.startswith("<"):  # of a comprehension
                 return Place(root + file.rpartition(f"/{root}")[2], frame.f_code.co_name)
         frame = frame.f_back
     return Place("", "")
@@ -176,7 +178,10 @@ class Pretending(TorchDispatchMode):
             return args[0] if isinstance(args[0], FakeTensor) else args[0].copy_(torch.ones((), dtype=source.dtype))
         dtype = kwargs.get("dtype") or source.dtype
         if target.type == "cpu":
-            return torch.ones(source.shape, dtype=dtype)
+            found = torch.ones(source.shape, dtype=dtype)
+            if kwargs.get("non_blocking"):
+                self._pinned.add(found.untyped_storage().data_ptr())
+            return found
         with self._fake:
             return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=target)
 
@@ -215,6 +220,14 @@ def become_rank(rank: int, parallel: ParallelOptions) -> None:
 
 class _Module(_DummyBackendModule):
     """`torch.pretend`."""
+
+    Stream = Event = _Synchronous
+
+    def current_stream(self, _device: object = None) -> _Synchronous:
+        return _Synchronous()
+
+    def stream(self, _stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def get_rng_state(self, _device: object = None) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)
@@ -259,6 +272,7 @@ def pretending(*, length: int, hidden_size: int) -> Iterator[Pretending]:
         (F, "rms_norm", lambda x, _, weight, eps: _RMSNormFunction.apply(x, weight, eps)),
         (torch.utils, "swap_tensors", _set_data),
         (torch.accelerator, "synchronize", lambda _device: mode._read("synchronize", [])),
+        (torch.accelerator, "empty_cache", lambda: None),
         (layers, "can_compile", lambda _: False),
     )
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then makes a tensor on the host and copies it
@@ -317,15 +331,27 @@ def step_memory(model: RankTrainer, objective: Any, step: Callable[[Any], Any]) 
     return found | {"peak": tracker.get_tracker_snapshot("peak")[own_device()]["Total"]}
 
 
-def build(plan: ModelPlan, *, is_large: bool = False) -> RankTrainer:
+def build(plan: ModelPlan, *, is_large: bool = False, is_packed: bool = True) -> RankTrainer:
     """Build this rank's part of a model.
 
     Args:
         plan: The model to build.
         is_large: Create no random weights, which would fill the host's memory one after the other.
+        is_packed: How a model of transformers computes its rows; trying the ways needs values.
     """
+
+    def settle(model: TransformersModel, *_: Any) -> None:
+        model._name_of_layers = model._find_layers()
+        model._use(PACKED if is_packed else "sdpa", is_packed=is_packed)
+        model.shares_prefixes = is_packed
+
+    def on_accelerator(*args: Any, **kwargs: Any) -> TransformersModel:
+        with own_device():
+            return TransformersModel(*args, **kwargs)
+
     large = [(setup, "random_tensor", _without_memory)] if is_large else []
-    with replaced((setup, "fill_weights", _fill_weights), *large):
+    ways = (TransformersModel, "settle", settle), (setup, "TransformersModel", on_accelerator)
+    with replaced((setup, "fill_weights", _fill_weights), *ways, *large):
         return RankTrainer(plan)
 
 
