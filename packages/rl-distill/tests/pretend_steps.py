@@ -14,9 +14,9 @@ import torch
 from pretend_rank import become_rank, build, install, pretending, step_memory
 from torch import Tensor
 
-from rl_core.devices import own_device
 from rl_core.data import Batch, Ragged, RowKey
 from rl_core.data.ragged import offsets_of
+from rl_core.devices import own_device
 from rl_core.weights import digest_tensors
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.learner import FIRST_ADAPTER
