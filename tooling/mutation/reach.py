@@ -91,15 +91,17 @@ class Reach:
     Attributes:
         seconds: Duration of each test, in seconds, by its identifier.
         lines: For each source, the identifiers of the tests that reach a line.
+        new: For each source, the lines that it did not have when it was recorded.
     """
 
     seconds: dict[str, float]
     lines: dict[str, dict[int, set[str]]]
+    new: dict[str, set[int]]
 
     @classmethod
     def read(cls, recordings: Iterable[Path], *, root: Path) -> Reach:
         """Read recordings; lines that have moved since are found by comparing the sources."""
-        reach = cls({}, {})
+        reach = cls({}, {}, {})
         moves: dict[tuple[str, str], Callable[[int], int]] = {}
         for path in recordings:
             recorded = json.loads(path.read_text())
@@ -111,7 +113,8 @@ class Reach:
                     continue
                 key = file, hashlib.sha256(before.encode()).hexdigest()
                 if key not in moves:
-                    moves[key] = _moves(before, (root / file).read_text())
+                    moves[key], new = _moves(before, (root / file).read_text())
+                    reach.new.setdefault(file, set()).update(new)
                 mine = reach.lines.setdefault(file, {})
                 for line, tests in lines.items():
                     found = names if CHILDREN in tests else [names[test] for test in tests]
@@ -129,7 +132,8 @@ class Reach:
                 imports run the innermost one, such as a default of a parameter, the tests of the next one count.
         """
         mine = self.lines.get(file, {})
-        if not any(number in mine for number in (*range(line, last + 1), inside[0][0])):
+        new = self.new.get(file, set())
+        if not any(number in mine or number in new for number in (*range(line, last + 1), inside[0][0])):
             return []
         for first, end in ((line, last), (inside[0][0], inside[0][0]), *inside):
             found = set().union(*(mine.get(number, set()) for number in range(first, end + 1)))
@@ -138,12 +142,13 @@ class Reach:
         return []
 
 
-def _moves(before: str, after: str) -> Callable[[int], int]:
+def _moves(before: str, after: str) -> tuple[Callable[[int], int], set[int]]:
+    """Return where a line has moved, -1 if it is gone, and the lines that are new."""
     if before == after:
-        return lambda line: line
+        return lambda line: line, set()
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
     places = {a + i + 1: b + i + 1 for a, b, size in matcher.get_matching_blocks() for i in range(size)}
-    return lambda line: places.get(line, -1)
+    return lambda line: places.get(line, -1), set(range(1, len(after.splitlines()) + 1)) - set(places.values())
 
 
 def recording_of(test_file: str, *, root: Path, folder: Path) -> Path:

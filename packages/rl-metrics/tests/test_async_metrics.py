@@ -86,7 +86,12 @@ def test_wrong_shapes_are_refused():
 
 @pytest.mark.parametrize(
     ("oldest", "newest", "message"),
-    [([0, 3], [0, 2], "found 3 and 2 in row 1"), ([1], [4], "policy's 3; found 1 and 4"), ([0.5], [1], "float64")],
+    [
+        ([0, 3], [0, 2], "found 3 and 2 in row 1"),
+        ([1], [4], "policy's 3; found 1 and 4"),
+        ([3, 0], [3, 4], "policy's 3; found 0 and 4 in row 1"),
+        ([0.5], [1], "float64"),
+    ],
 )
 def test_impossible_versions_are_refused(oldest, newest, message):
     with pytest.raises(DataError, match=message):

@@ -28,7 +28,8 @@ def test_without_a_gateway_there_is_nothing(told):
 
 
 def test_extras_of_this_name_that_are_not_the_gateways_stop_nothing():
-    strange = {"turns": "3", "roots_": True, "forks": [1], "overhead_ms": [None, "x"], "sampled_tokens": 2}
-    found = summarize_gateway([strange, {"overhead_ms": 5}])
+    strange = {"turns": "3", "roots_x": True, "forks": [1], "overhead_ms": [None, "x", True], "sampled_tokens": 2}
+    found = summarize_gateway([strange, {"overhead_ms": 5, "roots_b": 1, "roots_a": 1}])
     assert found["gateway/sampled_tokens"] == 2
+    assert [name for name in found if "/roots/" in name] == ["gateway/roots/a", "gateway/roots/b"]
     assert not any("overhead" in name or "turns" in name for name in found)

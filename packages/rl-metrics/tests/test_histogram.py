@@ -92,6 +92,10 @@ def test_any_split_gives_the_same_bits(values, ranks, random):
     assert text(Histogram.from_json(json.loads(text(whole)))) == text(whole)
 
 
+def test_the_accuracy_is_as_documented():
+    assert ACCURACY == 1 / 64
+
+
 @given(st.lists(FLOATS, min_size=1, max_size=30), st.floats(0, 1))
 def test_extremes_are_exact_and_quantiles_within_the_accuracy(values, q):
     histogram = of(*values)

@@ -24,6 +24,12 @@ def test_what_linux_says(tmp_path):
     }
 
 
+@pytest.mark.parametrize("line", ["MemTotal: 4194304 kB", "MemAvailable: 1048576 kB"])
+def test_half_of_what_linux_says_is_no_use_of_memory(tmp_path, line):
+    (tmp_path / "meminfo").write_text(f"{line}\n")
+    assert memory_metrics(tmp_path) == {}
+
+
 def test_without_proc_there_is_nothing(tmp_path):
     assert memory_metrics(tmp_path / "missing") == {}
 
@@ -80,7 +86,8 @@ def test_kept_objects_are_blocks():
 
 
 def test_a_watch_can_be_off():
-    watch = MemoryWatch("trainer", say=None, every=0)
+    watch = MemoryWatch("trainer", say=lambda *_, **__: None, every=0, is_traced=True)
+    assert not tracemalloc.is_tracing()
     assert [watch.step(step) for step in range(3)] == [{}, {}, {}]
 
 

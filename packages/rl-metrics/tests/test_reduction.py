@@ -318,3 +318,8 @@ def test_a_device_that_fails_is_not_taken_for_a_wrong_value():
         record.record("mean", Broken(ndim=0))
     with pytest.raises(DataError, match=r"found Broken \(the device is lost\)"):
         record.record("mean", Broken(ndim=1))
+
+
+def test_a_long_text_is_cut_in_the_message():
+    with pytest.raises(DataError, match=r"found '1{40}'\. Skip"):
+        recorder().record("mean", "1" * 1000)

@@ -58,6 +58,13 @@ def test_greedy_rewards_count_once_a_group():
     assert "rollout/greedy_reward" not in summarize_batch(example())
 
 
+def test_there_is_no_staleness_without_versions():
+    batch = example()
+    metrics = summarize_batch(batch.only(batch.names - {"policy_versions"}), policy_version=5)
+    assert metrics["rollout/num_trajectories"] == 4.0
+    assert not any("staleness" in name for name in metrics)
+
+
 def test_hand_computed_batch():
     assert summarize_batch(example(), policy_version=5, max_prompt_tokens=4) == {
         "rollout/num_groups": 2.0,
@@ -149,8 +156,8 @@ def test_a_batch_without_rows():
 
 
 def test_an_unscored_trajectory_is_no_zero():
-    metrics = summarize_rewards(np.array([1.0, np.nan, 3.0]), group_index=np.array([0, 0, 1]))
-    assert metrics["rollout/unscored_trajectories"] == 1.0
+    metrics = summarize_rewards(np.array([1.0, np.nan, 3.0, np.nan]), group_index=np.array([0, 0, 1, 1]))
+    assert metrics["rollout/unscored_trajectories"] == 2.0
     assert metrics["critic/score/mean"] == 2.0
     assert metrics["critic/score/min"] == 1.0
     assert "rollout/groups_without_spread_ratio" not in metrics

@@ -149,7 +149,7 @@ class Histogram:
             low, high = low - 0.5, high + 0.5  # as numpy does for a single value
         if not low < high:
             low, high = np.nextafter(self._min, -math.inf), np.nextafter(self._max, math.inf)
-        shares = np.linspace(0.0, 1.0, limit + 1)[1:-1]
+        shares = np.linspace(0.0, 1.0, limit + 1)[:-1]
         edges = low * (1 - shares) + high * shares  # high - low may overflow
         at = np.searchsorted(highs, edges, side="left").clip(0, len(places) - 1)
         edges = np.where(lows[at] < edges, highs[at], edges)  # no edge within a bucket

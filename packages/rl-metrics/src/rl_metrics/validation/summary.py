@@ -93,10 +93,11 @@ def _core_names(names: Mapping[str, Floats]) -> set[str]:
     largest: dict[str, int] = {}
     number_of: dict[str, tuple[str, int]] = {}
     for name in names:
-        match = re.match(r"([a-z]+)@([0-9]+)", name)
-        if match and match[1] in CORE_STEMS:
-            number_of[name] = match[1], int(match[2])
-            largest[match[1]] = max(int(match[2]), largest.get(match[1], 0))
+        stem, _, rest = name.partition("@")
+        if stem in CORE_STEMS:
+            number = int(rest.partition("/")[0])
+            number_of[name] = stem, number
+            largest[stem] = max(number, largest.get(stem, 0))
     return {name for name, (stem, number) in number_of.items() if number == largest[stem]}
 
 
