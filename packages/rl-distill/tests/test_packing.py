@@ -66,7 +66,7 @@ def test_plan_of_nothing_is_nothing():
 
 @pytest.mark.parametrize(("lengths", "max_tokens"), [([3, 0], 8), ([3], 0)])
 def test_plan_refuses_empty_rows_and_budgets(lengths: list[int], max_tokens: int):
-    with pytest.raises(ShapeError, match="row 1 has no tokens" if max_tokens else "max_tokens"):
+    with pytest.raises(ShapeError, match="row 1 has no tokens" if max_tokens else "must be at least 1; found 0"):
         plan_micro_batches(np.array(lengths), max_tokens=max_tokens)
 
 
