@@ -43,11 +43,11 @@ VERBS = {
     word
     for line in (
         "agree align appear are arrive be bear beat become been begin begun belong bind bound break bring broken",
-        "brought build built call cannot can carry caught change choose chosen come compare conform continue",
+        "brought build built call cannot carry caught change choose chosen come compare conform continue",
         "contradict copy cost count cut die differ do does draw drawn end equal fail find fit follow found get",
         "give given gives go grow grown had happen has have hear held hidden hit hold hurt is keep kept know known",
         "lead learn leave left let lie live load lose lost made make match may meant meet met must need overlap",
-        "pass pay put raise reach read return run said say see seen send sent set share shown shut slept spent",
+        "pass can pay put raise reach read return run said say see seen send sent set share shown shut slept spent",
         "split spread stand start stay stop stuck survive take taken taught tell throw thrown told train travel",
         "understood use vote wait wake want was were will win won work worn write written",
     )
