@@ -56,8 +56,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of fuzz and soak tests (the fixture `seed`)")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Start trainers and roles warm, and let them receive SIGHUP even if the tests run under nohup."""
+    shared = "|".join(path.stem for path in (Path(__file__).parent / "tests" / "support").iterdir())
+    config.getini("filterwarnings").insert(0, f"error:::({shared})([.]|$)")  # as pyproject.toml does for other tests
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     warm_start.install()
 

@@ -113,7 +113,7 @@ def class_step(model: Any, batch: Batch) -> tuple[FloatArray, float, Mapping[str
     loss = -sum((lp * torch.from_numpy(np.array(w))).sum() for lp, w in zip(of_rows, weights, strict=True))
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return torch.cat(of_rows).detach().numpy(), float(loss), folder_views(model, gradients)
+    return torch.cat(of_rows).detach().numpy(), float(loss.detach()), folder_views(model, gradients)
 
 
 def model_of(learner: MegatronLearner | MegatronCritic, name: str = "policy") -> TransformersModel:

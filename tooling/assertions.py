@@ -39,21 +39,20 @@ SPECIFIC = {
     *("EngineDiedError", "OutdatedLeaseError", "RoleRestartedError", "StopRequestedError"),
 }
 """Classes of errors, of libraries and ours, that have one meaning."""
-VERBS = set(
-    re.findall(
-        r"\w+",
-        """
-    is are was were be been has have had can cannot may must will does do give gives keep kept leave left send
-    sent read hold held lose lost make made take taken say said tell told find found run come go get put set let
-    cut fit begin begun write written break broken know known hear see seen bring brought win won pay stand meet
-    met build built hidden chosen given drawn shown thrown grow grown worn agree need want stay become differ
-    match fail pass end start stop count wait share use work train return raise reach follow change cost appear
-    belong happen hurt die live bear choose draw throw shut spread split hit beat bind bound caught taught meant
-    slept spent stuck understood survive call contradict copy travel load learn carry arrive wake lie compare
-    lead overlap align continue vote conform equal
-        """,
+VERBS = {
+    word
+    for line in (
+        "agree align appear are arrive be bear beat become been begin begun belong bind bound break bring broken",
+        "brought build built call cannot carry caught change choose chosen come compare conform continue",
+        "contradict copy cost count cut die differ do does draw drawn end equal fail find fit follow found get",
+        "give given gives go grow grown had happen has have hear held hidden hit hold hurt is keep kept know known",
+        "lead learn leave left let lie live load lose lost made make match may meant meet met must need overlap",
+        "pass can pay put raise reach read return run said say see seen send sent set share shown shut slept spent",
+        "split spread stand start stay stop stuck survive take taken taught tell throw thrown told train travel",
+        "understood use vote wait wake want was were will win won work worn write written",
     )
-)
+    for word in line.split()
+}
 """Verbs that may be in a name besides words that end in -s or -ed, such as those before which a plural stands."""
 VAGUE = {"basic", "correct", "correctly", "misc", "ok", "properly", "sanity", "simple", "works"}
 

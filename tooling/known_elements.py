@@ -142,7 +142,7 @@ class Elements:
         return None
 
     def _proofs(self) -> Iterator[str]:
-        """Yield the collections of which the test shows that they have elements."""
+        """Yield the collections that must have elements for the test to pass."""
         for node in ast.walk(self._function):
             match node:
                 case ast.Assert(test=test):

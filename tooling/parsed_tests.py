@@ -94,7 +94,7 @@ class Repository:
         return self.parsed(path) if path else None
 
     def helpers(self, path: Path) -> set[Path]:
-        """The files for tests that a file imports, in turn, and its conftest files."""
+        """The files for tests that a file imports, in turn, and each `conftest.py` above it."""
         if path not in self._helpers:
             self._helpers[path] = found = {path}
             imported = {self._by_module.get(name) for name in self.parsed(path).modules}

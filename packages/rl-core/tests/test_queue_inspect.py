@@ -323,7 +323,7 @@ def test_what_is_no_queue_is_refused_in_one_line(tmp_path, capsys, make, expecte
     assert captured.err.startswith("rl-core: ")
     assert captured.err.count("\n") == 1
     assert expected in captured.err
-    with pytest.raises(JournalError, match=re.escape(str(tmp_path / "queue"))):
+    with pytest.raises(JournalError, match=re.escape(expected)):
         inspect_journal(tmp_path / "queue")
 
 

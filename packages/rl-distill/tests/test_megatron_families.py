@@ -228,7 +228,7 @@ def test_bfloat16_is_as_exact_as_in_transformers(family_policy: Path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU; nox -s gpu needs its GPU build")
 def test_logits_on_a_gpu_are_those_of_transformers(family_policy: Path):
     rows = random_rows(LENGTHS)
     model = build(family_policy).cuda()

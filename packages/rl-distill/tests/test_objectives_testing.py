@@ -159,7 +159,7 @@ def gives_three_things(policy_logprobs, _entropy, micro):
 
 
 def gives_a_number(policy_logprobs, _entropy, micro):
-    return float(policy_gradient(policy_logprobs, micro)), {}
+    return policy_gradient(policy_logprobs, micro).item(), {}
 
 
 def gives_losses_of_tokens(policy_logprobs, _entropy, micro):

@@ -137,4 +137,4 @@ def test_the_fakes_of_other_tests_are_honest() -> None:
     for top_k in (0, 2, 8):
         scores, shape = honest_scores(row, top_k=top_k), ScoreShape(top_k=top_k, vocab_size=16)
         checked = check_scores(scores, row, teacher="fake", shape=shape)
-        assert len(checked.ids if top_k else row.input_ids) == len(row.input_ids)
+        assert checked.token_ids.shape == (len(row.input_ids), top_k + 1)

@@ -265,7 +265,7 @@ def gpu_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU; nox -s gpu needs its GPU build")
 @pytest.mark.parametrize(("heads", "groups", "head_dim"), [(8, 2, 128), (4, 4, 64), (2, 1, 72)])
 @pytest.mark.parametrize("repeats", [1, 50])
 @pytest.mark.parametrize("rows", ROWS)
@@ -293,7 +293,7 @@ def test_a_gpu_equals_float32_on_the_cpu(rows: str, repeats: int, heads: int, gr
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU; nox -s gpu needs its GPU build")
 def test_a_gpu_takes_the_newest_kernels_that_work():
     device = torch.device("cuda", torch.cuda.current_device())
     assert chosen_kernels("auto", device=device, dtype=torch.bfloat16, head_dim=128).attention == "varlen"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox nee
 def level(request, monkeypatch):
     """Select an isolation level; skip the test if this machine does not permit it."""
     if request.param == "namespaces" and os.geteuid() != 0:
-        pytest.skip("needs root")
+        pytest.skip("only root can use this level; run the tests as root")
     if request.param == "user_namespaces":
         monkeypatch.setattr("os.geteuid", lambda: 1000)  # root can use the level of ordinary users
     monkeypatch.setattr("rl_rollout.sandbox.sandbox._levels", lambda _: [request.param])

@@ -32,7 +32,7 @@ def sandbox_at(level, **options):
         options["python"] = SYSTEM_PYTHON  # another user may lack access to this interpreter
     sandbox = Sandbox(SandboxOptions(**options))
     if level in ("namespaces", "other_user") and os.geteuid() != 0:
-        pytest.skip("needs root")
+        pytest.skip(f"only root can use {level}; run the tests as root")
     refusal = asyncio.run(sandbox._try(level))
     if refusal is not None:
         pytest.skip(f"this machine does not permit {level}: {refusal}")
@@ -51,14 +51,14 @@ def sandbox(request):
 @pytest.fixture
 def strong_sandbox(sandbox):
     if sandbox.level == "same_user":
-        pytest.skip("this level does not promise it")
+        pytest.skip("programs of the same user are not kept apart; the other levels promise it")
     return sandbox
 
 
 @pytest.fixture
 def namespace_sandbox(sandbox):
     if sandbox.level not in ("namespaces", "user_namespaces"):
-        pytest.skip("this level does not promise it")
+        pytest.skip(f"{sandbox.level} has no namespaces; the two levels with namespaces promise it")
     return sandbox
 
 

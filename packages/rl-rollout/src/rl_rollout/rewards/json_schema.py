@@ -197,7 +197,8 @@ def validator_of(schema: Json) -> Any:
     try:
         validator_class.check_schema(schema)
     except (library.SchemaError, RecursionError) as error:
-        raise DataError(f"not a valid JSON schema ({cut(str(error), max_characters=300)}).") from error
+        fault = cut(str(error).partition("\n")[0], max_characters=300)
+        raise DataError(f"not a valid JSON schema ({fault}). Repair it.") from error
     return validator_class(schema, registry=referencing.Registry())  # an empty registry, which fetches nothing
 
 
