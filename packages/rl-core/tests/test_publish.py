@@ -121,6 +121,7 @@ def test_the_tolerances_are_those_of_the_decision():
         (REROUTED_TOLERANCES, 3e-2, math.inf, 0.2),
     ):
         assert [found.probe, found.canary, found.mean_canary] == expected
+        assert check_receipt(*receipt_of({}), tolerances=found) == 0.0
 
 
 def receipt_of(live, **changes):
