@@ -136,7 +136,7 @@ def test_other_columns_are_never_accepted(stored):
 
 def test_an_entry_with_another_number_of_groups_is_never_accepted_where_groups_are_served_singly(stored):
     source = {"prompts": "p1", "groups_per_step": 3}
-    with pytest.raises(CacheMismatchError, match="groups: stored 2 groups of 2 .*3 groups of 2") as caught:
+    with pytest.raises(CacheMismatchError, match=r"groups: stored 2 groups of 2 .*3 groups of 2") as caught:
         Calls(stored, on_mismatch="accept")(circumstances=replace(STORED, source=source))
     assert '"accept"' not in str(caught.value)
     accepted = Calls(stored, on_mismatch="accept")(
