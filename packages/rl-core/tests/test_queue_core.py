@@ -478,6 +478,21 @@ def test_numbers_go_on_after_those_of_a_state_that_was_discarded():
     assert min(new.segments) == max(put_before) + 1
 
 
+def test_of_two_late_columns_the_one_that_is_lost_is_given_again():
+    tasks = [TaskSpec(name=name, needs=frozenset(), gives=frozenset({name})) for name in ("values", "returns")]
+    core = core_with(1, tasks=tasks + TASKS[2:])
+    put(core, [("p0", [0])])
+    group = core.groups.find_open("p0")
+    for name in ("values", "returns"):
+        ack(core, lease(core, name))
+    first, second = group.late
+    assert core.lost(second.segment, "torn", now=0.0) == 1
+    assert (group.late, list(group.acked), group.columns) == ([first], ["values"], {*COLUMNS, "values"})
+    assert second.segment not in core.segments
+    assert lease(core, "values") is None
+    assert lease(core, "returns").groups == [group]
+
+
 # -- memory
 
 
