@@ -16,6 +16,7 @@ from rl_core.weights.publish import (
     BFLOAT16_TOLERANCES,
     REROUTED_TOLERANCES,
     ProofTolerances,
+    PublishReport,
     check_canary,
     check_receipt,
     prove_canary,
@@ -111,6 +112,9 @@ def test_right_weights_pass_on_every_engine():
     assert report.canary_max_diff < 1e-6
     assert 0 <= min(report.update_s, report.proof_s) <= report.update_s + report.proof_s <= whole_s
     assert (report.stall_s, report.drain_s, report.canary_scores) == (report.update_s, 0.0, ())
+    needed = {one.name: getattr(report, one.name) for one in dataclasses.fields(report)[:7]}
+    plain = PublishReport(**needed)
+    assert (plain.drain_s, plain.stall_s, plain.canary_scores, plain.size_bytes) == (0.0, 0.0, (), 0)
 
 
 def test_the_tolerances_are_those_of_the_decision():
@@ -121,6 +125,7 @@ def test_the_tolerances_are_those_of_the_decision():
         (REROUTED_TOLERANCES, 3e-2, math.inf, 0.2),
     ):
         assert [found.probe, found.canary, found.mean_canary] == expected
+        assert check_receipt(*receipt_of({}), tolerances=found) == 0.0
 
 
 def receipt_of(live, **changes):

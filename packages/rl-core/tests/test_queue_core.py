@@ -18,7 +18,7 @@ from rl_core.queue.segment_table import SegmentTable
 
 SPARE = 3
 TASKS = [
-    TaskSpec(name="reference", needs=frozenset({"input_ids"}), gives=frozenset({"values"})),
+    TaskSpec(name="reference", needs=frozenset(), gives=frozenset({"values"})),
     TaskSpec(name="train", needs=frozenset({"reward", "values"}), order="issue", max_staleness=1),
     TaskSpec(name="log", needs=frozenset({"reward"}), max_staleness=2),
 ]
@@ -426,6 +426,7 @@ def test_a_put_is_known_by_its_name_once_all_its_sessions_have_it():
 
 def test_a_lease_that_ended_is_refused_with_what_became_of_it():
     core = core_with(4)
+    claim = lease(core, GENERATE)
     put(core, [(f"p{i}", [0]) for i in range(4)])
     acked, released, expired = (lease(core, "reference", now=float(i)) for i in range(3))
     with pytest.raises(DataError, match=r"exactly the columns \['values'\]; found \[\]"):
@@ -438,6 +439,7 @@ def test_a_lease_that_ended_is_refused_with_what_became_of_it():
         (acked.lease_id, "it was acked. No action is needed."),
         (released.lease_id, "it was released. Its groups are delivered again"),
         (expired.lease_id, "it expired. Its groups are delivered again"),
+        (claim.lease_id, "it was fulfilled. Its groups are delivered again"),
         (99, "it expired, was released or was acked. Its groups"),
     ):
         with pytest.raises(OutdatedLeaseError, match=f"lease {number} of task 'reference' is outdated: {message}"):
@@ -474,6 +476,21 @@ def test_numbers_go_on_after_those_of_a_state_that_was_discarded():
     put(new, [("p0", [0])])
     assert lease(new, "log").lease_id == first + 1
     assert min(new.segments) == max(put_before) + 1
+
+
+def test_of_two_late_columns_the_one_that_is_lost_is_given_again():
+    tasks = [TaskSpec(name=name, needs=frozenset(), gives=frozenset({name})) for name in ("values", "returns")]
+    core = core_with(1, tasks=tasks + TASKS[2:])
+    put(core, [("p0", [0])])
+    group = core.groups.find_open("p0")
+    for name in ("values", "returns"):
+        ack(core, lease(core, name))
+    first, second = group.late
+    assert core.lost(second.segment, "torn", now=0.0) == 1
+    assert (group.late, list(group.acked), group.columns) == ([first], ["values"], {*COLUMNS, "values"})
+    assert second.segment not in core.segments
+    assert lease(core, "values") is None
+    assert lease(core, "returns").groups == [group]
 
 
 # -- memory

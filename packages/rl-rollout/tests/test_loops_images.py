@@ -283,6 +283,15 @@ def test_wrong_pixels_of_an_engine_are_named(session, tokenizer, monkeypatch):
         audit_images(trajectory, told, images)
 
 
+def test_the_fault_that_is_named_is_of_a_request_that_is_needed(session):
+    trajectory, spans, images = session
+    again = replace(spans[0], images=swapped(spans[0].images))  # proves what the first request proves
+    wrong = replace(spans[1], pixel_digest="0" * 64)
+    audit_images(trajectory, [spans[0], again, *spans[1:]], images)
+    with pytest.raises(DataError, match=f"computed the request with {len(wrong.input_ids)} input tokens with other"):
+        audit_images(trajectory, [spans[0], again, wrong, spans[2]], images)
+
+
 def test_an_image_whose_file_has_changed_is_named(session, tokenizer):
     trajectory, spans, _ = session
     store = tokenizer.images.store

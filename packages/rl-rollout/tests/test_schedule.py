@@ -90,6 +90,21 @@ def test_groups_of_older_weights_than_were_told_do_not_stop_the_learner():
     assert set(second) <= set(issue(scheduler, 9))
 
 
+def test_a_group_that_is_too_late_already_does_not_hide_one_that_is_still_in_time():
+    scheduler = Scheduler(ScheduleOptions(groups_per_step=1, num_steps=9, max_staleness=1))
+    issue(scheduler, 0)
+    for version, uid in ((1, "p0"), (2, "p1")):
+        scheduler.settled(uid, oldest_version=0)
+        scheduler.trained((uid,))
+        scheduler.published(version)
+        issue(scheduler, version + 1)
+    assert scheduler.inflight == ("p2", "p3"), "started under versions 1 and 2"
+    scheduler.settled("p3", oldest_version=0)
+    assert scheduler.stale() == ("p3",)
+    assert scheduler.next_step() is None
+    assert scheduler.blockage() == Blockage(num_ready=1, num_wanted=1, awaited=("p2",))
+
+
 def test_a_forced_step_whose_group_fails_is_made_of_what_is_there():
     scheduler = Scheduler(replace(ON_POLICY, max_staleness=1))
     uids = issue(scheduler, 0)
@@ -459,6 +474,9 @@ class Both:
         elif known.wanted() > 0:
             awaited = tuple(known.awaited())
             assert found == Blockage(num_ready=len(known.ready), num_wanted=known.wanted(), awaited=awaited)
+        assert {
+            uid: one.deadline for uid, one in scheduler._groups.items() if one.deadline is not None
+        } == known.deadlines
         for uid in (*known.waiting, *known.inflight, *known.ready):
             assert scheduler.is_open(uid) == (uid not in known.ready)
             begun = known.begun[uid]
@@ -471,16 +489,16 @@ class Both:
 @pytest.mark.parametrize("sync_every", [1, 2])
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_every_decision_is_that_of_the_rules_whatever_happens(max_staleness, sync_every, limit):
-    for seed in range(4):
+    for seed in range(5):
         options = ScheduleOptions(
             groups_per_step=2,
-            num_steps=6,
+            num_steps=9,
             max_staleness=max_staleness,
             sync_every=sync_every,
             max_inflight_groups=limit,
         )
         both = Both(options, seed)
-        for _ in range(120):
+        for _ in range(160):
             both.event()
             both.check()
 

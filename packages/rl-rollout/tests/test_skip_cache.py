@@ -130,6 +130,19 @@ def test_other_columns_are_never_accepted(stored):
         with pytest.raises(CacheMismatchError, match=r"columns\.input_ids") as caught:
             Calls(stored, action=action, on_mismatch="accept")(EntryKey(step=1))
         assert '"accept"' not in str(caught.value)
+    with pytest.raises(CacheMismatchError, match=r"seed: .*\n .*columns\.input_ids"):
+        Calls(stored, on_mismatch="accept")(circumstances=replace(STORED, seed=1))
+
+
+def test_an_entry_with_another_number_of_groups_is_never_accepted_where_groups_are_served_singly(stored):
+    source = {"prompts": "p1", "groups_per_step": 3}
+    with pytest.raises(CacheMismatchError, match=r"groups: stored 2 groups of 2 .*3 groups of 2") as caught:
+        Calls(stored, on_mismatch="accept")(circumstances=replace(STORED, source=source))
+    assert '"accept"' not in str(caught.value)
+    accepted = Calls(stored, on_mismatch="accept")(
+        circumstances=replace(STORED, source={**source, "groups_per_step": 2})
+    )
+    assert accepted.is_replayed
 
 
 PROMPT_CHANGES = {
