@@ -116,8 +116,8 @@ def test_estimates_are_the_formulas_of_each_token(name, bounds, with_others):
 
 
 def test_only_estimates_of_the_sampled_token_are_estimates():
+    options = DistillationObjectiveOptions(loss="js")
     with pytest.raises(SettingsError, match=r"one of k1, abs, k2, k3, .* found 'js'"):
-        options = DistillationObjectiveOptions(loss="js")
         estimate(tensor(STUDENT), tensor(TEACHER), torch.tensor(INDEX) >= 0, options=options)
 
 
