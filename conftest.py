@@ -1,6 +1,18 @@
-"""Shared test setup: seeds, Hypothesis profiles, Ray's token, warm starts, groups of tests, and Ctrl-C."""
+"""Shared test setup: variables, seeds, Hypothesis profiles, Ray's token, warm starts, groups of tests, and Ctrl-C."""
 
 import os
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # two processes with two threads each would starve each other on two cores
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "WANDB_MODE": "offline",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Variables for every call of pytest, whether nox, an editor or a shell makes it. NumPy and torch read them once."""
+os.environ.update(ENVIRONMENT)
+
 import signal
 from pathlib import Path
 from typing import Any

@@ -250,7 +250,7 @@ def pythons(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, format, prose and launch files; `nox -s lint -- --fix` fixes style and format."""
+    """Check style, format, prose, launch files and assertions; `nox -s lint -- --fix` fixes style and format."""
     tools = ensure(session, TOOLS)
     fix = "--fix" in session.posargs
     paths = [path for path in CHECKED if (ROOT / path).exists()]
@@ -258,6 +258,7 @@ def lint(session: nox.Session) -> None:
     session.run(tools, "-m", "ruff", "format", *([] if fix else ["--check"]), *paths)
     session.run(tools, "tooling/prose.py")
     session.run(tools, "tooling/launch.py")
+    session.run(tools, "-m", "tooling.assertions")
 
 
 @nox.session

@@ -97,7 +97,7 @@ def weights(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_two_steps(name: str, run: TinyRun) -> None:
+def test_two_steps_train_and_report_their_metrics(name: str, run: TinyRun) -> None:
     settings = VARIANTS[name]
     first, second = train_two_steps(run, **settings)
     assert weights(run.run_folder / "checkpoints" / "step_2" / "policy") != weights(run.folder / "policy")

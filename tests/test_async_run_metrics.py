@@ -58,5 +58,7 @@ def test_a_short_run_emits_every_metric_that_needs_no_cause(tmp_path: Path) -> N
         assert row.columns.keys() >= {"token_ids", "versions", "rollout_logprobs", "policy_logprobs", "entropy"}
         assert "".join(row.tokens) == row.response
         sampled = [token for token, is_sampled in enumerate(row.mask) if is_sampled]
+        assert sampled
         assert all(row.columns["entropy"][token] > 0 for token in sampled)
+        assert sampled
         assert all(0 <= row.columns["versions"][token] <= row.policy_version for token in sampled)

@@ -122,7 +122,7 @@ def test_counting_problems_are_long_tailed() -> None:
     assert max(len(problem.answer) + 1 for problem in after_context) <= 64
 
 
-def test_a_counting_problem() -> None:
+def test_a_counting_problem_has_its_digits_answer() -> None:
     problem = long_tail.Problem(503)
     assert (problem.question, problem.answer, problem.shortened) == ("503=", "503,502,501,500", "503,502,501")
     assert len(long_tail.Problem(147).answer) + 1 == 192

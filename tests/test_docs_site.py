@@ -112,7 +112,7 @@ def test_search_works_from_disk(page: Page, site: Path) -> None:
 
 @needs_site
 @needs_browser
-def test_light_and_dark(page: Page, site: Path) -> None:
+def test_the_site_turns_light_and_dark(page: Page, site: Path) -> None:
     show(page, site, "index.html")
     background = "getComputedStyle(document.body).backgroundColor"
     for mode, color in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 30)")):

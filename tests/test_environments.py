@@ -121,7 +121,7 @@ def python_version(module, version):
 
 
 @pytest.mark.parametrize("version", ["3.11.7", "3.12.1", "3.13.0"])
-def test_interpreters_that_serve(environments, version):
+def test_supported_interpreters_are_taken(environments, version):
     workspace = dataclasses.replace(environments.WORKSPACE, base=python_version(environments, version))
     assert environments.interpreter_mistake(workspace) == ""
 
@@ -149,7 +149,9 @@ def test_tools_run_on_newer_interpreters(environments):
 
 
 def test_projects_name_the_supported_pythons():
-    for project in ROOT.glob("*/*/pyproject.toml"):
+    projects = sorted(ROOT.glob("*/*/pyproject.toml"))
+    assert len(projects) >= 8
+    for project in projects:
         named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project.read_text())
         assert tuple(named) == pythons.PYTHONS, project
 

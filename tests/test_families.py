@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from equal_tensors import different_tensors
 from families import FAMILIES, IN_CI, make_family
 from numpy.typing import NDArray
 from offered_weights import OfferedTo, assert_offered
@@ -225,7 +226,7 @@ def test_weights_are_exported_saved_and_resumed(
     untrained = learner.export_weights()
     stored = folder_views(model, model.state_dict())
     assert untrained.keys() | learner.tied.keys() == stored.keys()
-    assert all(torch.equal(tensor, stored[one]) for one, tensor in untrained.items())
+    assert different_tensors(stored, untrained) == []
     learner.train_step(batch, supervised_objective)
     learner.save(tmp_path / "saved")
     other = MegatronLearner(folder, OPTIONS, name="other")
@@ -512,22 +513,22 @@ def test_divided_weights_are_saved_and_resumed_on_any_ranks(
 ) -> None:
     batch = make_batch()
     two = MegatronLearner(folder, CALM, ranks=sharded)
-    assert all(torch.equal(tensor, class_tensor) for tensor, class_tensor in same_tensors(two, class_of(folder)))
+    assert different_tensors(views(class_of(folder)), two.export_weights()) == []
     two.train_step(batch, supervised_objective)
     two.save(tmp_path / "saved")
-    assert all(torch.equal(a, b) for a, b in same_tensors(two, class_of(tmp_path / "saved" / "policy")))
+    assert different_tensors(views(class_of(tmp_path / "saved" / "policy")), two.export_weights()) == []
     again, one = (MegatronLearner(folder, CALM, ranks=ranks, name="other") for ranks in (sharded, None))
     for other in (again, one):
         other.load(tmp_path / "saved")
-        assert all(torch.equal(a, b) for a, b in zip(values(other), values(two), strict=True))
+        assert different_tensors(other.export_weights(), two.export_weights()) == []
     first, second, third = (learner.train_step(batch, supervised_objective) for learner in (two, again, one))
     assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
-    assert all(torch.equal(a, b) for a, b in zip(values(again), values(two), strict=True))
+    assert different_tensors(again.export_weights(), two.export_weights()) == []
     assert relative(third.loss, first.loss) <= 1e-5
     assert relative(third.grad_norm, first.grad_norm) <= 1e-5
     one.save(tmp_path / "by one")
     again.load(tmp_path / "by one")
-    assert all(torch.equal(a, b) for a, b in zip(values(again), values(one), strict=True))
+    assert different_tensors(again.export_weights(), one.export_weights()) == []
     for learner in (two, again, one):
         learner.close()
 
@@ -545,12 +546,12 @@ def test_three_ranks_resume_what_two_saved(folders: Path, sharded: LearnerRanks,
         else:
             learner.train_step(batch, supervised_objective)
             learner.save(tmp_path / "saved")
-        weights = values(learner)
+        weights = list(learner.export_weights().values())
         found.append((weights, learner.train_step(batch, supervised_objective)))
         learner.close()
     three.close()
     (before, first), (after, second) = found
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert different_tensors(dict(enumerate(after)), enumerate(before)) == []
     assert relative(second.loss, first.loss) <= 1e-5
     assert relative(second.grad_norm, first.grad_norm) <= 1e-5
 
@@ -571,6 +572,7 @@ def test_the_optimizer_of_divided_weights_is_that_of_whole_ones(
     for expected, found in zip(one, two, strict=True):
         assert relative(found.loss, expected.loss) <= 1e-6
         assert relative(found.grad_norm, expected.grad_norm) <= 1e-5
+    assert weights
     assert all(divided[name].dtype == tensor.dtype for name, tensor in weights.items())
     assert all(torch.allclose(divided[name], tensor, rtol=0, atol=1e-4) for name, tensor in weights.items())
 
@@ -590,11 +592,5 @@ def test_a_divided_critic_and_reference_compute_what_whole_ones_do(folders: Path
     assert np.abs(found[1] - found[0]).max() <= 2e-5
 
 
-def values(learner: MegatronLearner) -> list[torch.Tensor]:
-    return list(learner.export_weights().values())
-
-
-def same_tensors(learner: MegatronLearner, model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each exported tensor beside the model's."""
-    stored = folder_views(model, model.state_dict())
-    return [(tensor, stored[name]) for name, tensor in learner.export_weights().items()]
+def views(model: Any) -> Any:
+    return folder_views(model, model.state_dict())

@@ -21,7 +21,7 @@ NOT_SHORT = ("prompts_arrow", "tokenizer", "chat_template", "prompts_parquet")
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in NOT_SHORT])
-def test_a_short_fuzz_of_a_file_format(name, tmp_path, seed, monkeypatch):
+def test_a_short_fuzz_finds_no_fault_in_a_file_format(name, tmp_path, seed, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = signal.getsignal(signal.SIGPROF)
     try:
@@ -37,7 +37,7 @@ def test_a_short_fuzz_of_a_file_format(name, tmp_path, seed, monkeypatch):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_fuzz_of_a_file_format(name, seed):
+def test_the_fuzz_finds_no_fault_in_a_file_format(name, seed):
     cases = CASES[name in OTHERS]
     command = [sys.executable, SUPPORT / "file_fuzz.py", name, str(cases), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=14_000)

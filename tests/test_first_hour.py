@@ -74,6 +74,7 @@ def test_every_saved_cell_ran_in_order_without_errors():
 def test_saved_notebook_tells_nothing_of_the_machine_that_ran_it():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert notebook.cells
     assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
     assert re.findall(r"/(?:root|home|tmp|work)/[\w/.-]*|20\d\d-\d\d-\d\d", NOTEBOOK.read_text()) == []
 

@@ -36,6 +36,7 @@ def test_trains_and_proves_every_update(tmp_path: Path) -> None:
     assert train_here(run, trainer__steps=2, **words) == 0
     rows = [json.loads(line) for line in (run.run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[1:]
     assert all(row["weights/canary_max_diff"] < 1e-3 for row in rows[1:])
 
 

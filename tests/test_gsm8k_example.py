@@ -113,7 +113,7 @@ def test_preparing_again_gives_the_same_split(prepare: ModuleType, raw: tuple[Pa
         ("#### .5", ".5"),
     ],
 )
-def test_final_answer(prepare: ModuleType, answer: str, number: str) -> None:
+def test_the_final_answer_is_read(prepare: ModuleType, answer: str, number: str) -> None:
     assert prepare.final_answer(answer, where="f, line 1") == number
 
 

@@ -104,4 +104,5 @@ def test_the_policy_learns_to_count(example: ModuleType, tmp_path: Path) -> None
     rows = [row.metrics for row in read_metrics(tmp_path / "images" / "metrics.jsonl") if row.step]
     rewards = [row["critic/rewards/mean"] for row in rows]
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.3
+    assert rows
     assert all(row["rollout/audit_failures"] == 0 for row in rows)

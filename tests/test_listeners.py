@@ -30,7 +30,9 @@ def test_a_socket_that_is_not_in_the_table_is_found() -> None:
     with socket.create_server(("0.0.0.0", 0)):
         as_trainer = {os.getpid(): "rl-sync-trainer train"}
         assert any("0.0.0.0" in one for one in undocumented([os.getpid()], played=as_trainer))
-    assert all(processes and addresses for processes, addresses in documented())
+    listed = documented()
+    assert listed
+    assert all(processes and addresses for processes, addresses in listed)
 
 
 def test_the_servers_of_one_process(tmp_path: Path) -> None:

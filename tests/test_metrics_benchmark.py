@@ -63,6 +63,7 @@ def test_it_prints_its_table(
 def test_what_it_times_is_there_to_be_timed(benchmark: ModuleType) -> None:
     timing = load_benchmark("_metrics_timing")
     assert benchmark.OURS == "ours"
+    assert timing.ENTRIES
     assert all(callable(getattr(owner, name)) for owner, name in timing.ENTRIES)
     clock = timing.Clock()
     inner = clock.timed("inner", lambda: 1)
@@ -70,6 +71,7 @@ def test_what_it_times_is_there_to_be_timed(benchmark: ModuleType) -> None:
     assert list(clock.called_s) == ["outer"], "a call within another counts as the outer one's"
 
 
-def test_too_few_steps_are_refused(benchmark: ModuleType) -> None:
-    with pytest.raises(SystemExit):
+def test_too_few_steps_are_refused(benchmark: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
         benchmark.parse(["--steps", "4"])
+    assert "--steps" in capsys.readouterr().err

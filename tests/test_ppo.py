@@ -29,7 +29,7 @@ def test_a_critic_with_a_head_start_trains_alone_first(tiny_run: TinyRun):
     assert (tiny_run.run_folder / "checkpoints" / "step_2" / "critic" / "learner.json").is_file()
 
 
-def test_ppo_learns(tiny_run: TinyRun, tmp_path: Path):
+def test_ppo_learns_on_one_rank(tiny_run: TinyRun, tmp_path: Path):
     run = copy_tiny_run(tiny_run, tmp_path / "run")
     settings = {"algorithm__advantage": "gae", "critic__learning_rate": 3e-3, "critic__head_start_steps": 2}
     sizes = {"rollout__prompts_per_step": 8, "rollout__group_size": 8, "trainer__steps": 16}

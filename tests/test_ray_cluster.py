@@ -36,6 +36,7 @@ class TestRay(RemoteClusterConformance):
         value = np.arange(1_000_000)
         found = self.run(self.group.call_all("echo", value))
         assert len(puts) == 1
+        assert found
         assert all((one == value).all() and not one.flags.writeable for one in found)
         tensors = self.run(self.group.call_all("echo", torch.ones(100_000)))
         assert [float((tensor + 1).sum()) for tensor in tensors] == [200_000.0] * 3

@@ -29,7 +29,7 @@ NEEDED = ("--policy.path=policy", "--prompts.train=train.jsonl")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_have_settings_that_load(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     program, verb, *words = shlex.split(command, comments=True)
     if program in TRAINERS and verb == "train" and "--help" not in words:

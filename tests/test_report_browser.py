@@ -115,7 +115,7 @@ def test_metrics_are_found_by_name(page, runs):
     assert page.run("location.hash") == "#view=curves&chart=entropy"
 
 
-def test_filters(page, runs):
+def test_filters_show_the_rows_they_name(page, runs):
     rows = rows_of(runs / "first")
     show(page, runs / "one.html", "view=rollouts")
     assert found(page) == len(rows)
@@ -144,7 +144,7 @@ def test_a_filter_that_is_typed_keeps_the_focus(page, runs):
     page.wait("document.getElementById('found').textContent.match(/^(\\d+) of \\1 /)")
 
 
-def test_search(page, runs):
+def test_search_finds_rows_by_text(page, runs):
     rows = rows_of(runs / "first")
     wanted = rows[100].prompt
     show(page, runs / "one.html", "view=rollouts")
@@ -155,7 +155,7 @@ def test_search(page, runs):
     assert page.run("document.querySelectorAll('[role=option]').length") > 0
 
 
-def test_a_trajectory_token_by_token(page, runs):
+def test_a_trajectory_is_shown_token_by_token(page, runs):
     rows = rows_of(runs / "first")
     place = next(place for place, row in enumerate(rows) if row.step == 20)
     row = rows[place]
@@ -206,7 +206,7 @@ def test_thumbnails_of_a_validations_images(page, tmp_path):
     assert page.run("document.querySelectorAll('.images').length") == 1
 
 
-def test_colours_by_column(page, runs):
+def test_colours_differ_by_column(page, runs):
     show(page, runs / "one.html", "view=rollouts&row=40")
     page.wait("document.querySelectorAll('.token').length")
     colors = "[...document.querySelectorAll('.token')].map((token) => token.style.backgroundColor).join()"
@@ -221,7 +221,7 @@ def test_colours_by_column(page, runs):
     assert len(seen) >= 7
 
 
-def test_a_long_response(page, tmp_path):
+def test_a_long_response_is_shown_whole(page, tmp_path):
     InventedRun(steps=1, trajectories=1, tokens=40_000).write(tmp_path / "run")
     write_report([open_run(tmp_path / "run")], tmp_path / "a.html")
     (row,) = rows_of(tmp_path / "run")
@@ -235,7 +235,7 @@ def test_a_long_response(page, tmp_path):
         page.wait(f"document.querySelector('.token.current').dataset.place === '{place}'")
 
 
-def test_the_keyboard(page, runs):
+def test_the_keyboard_moves_the_selection(page, runs):
     show(page, runs / "one.html", "view=rollouts&row=5")
     page.wait("document.querySelectorAll('.token').length")
     page.run("document.querySelector('.list').focus()")
@@ -370,7 +370,7 @@ def test_the_same_problem_across_steps(page, tmp_path):
     page.wait(f"document.querySelector('.pane .facts').innerText.match(/step\\s+{rows[same[-1]].step}\\b/)")
 
 
-def test_the_timeline_of_a_step(page, runs):
+def test_the_timeline_of_a_step_has_its_phases(page, runs):
     show(page, runs / "one.html", "view=times&at=7")
     metrics = open_run(runs / "first").history.values
     phases = page.wait("[...document.querySelectorAll('.phase')].map((p) => [p.title.split(':')[0], p.clientWidth])")
@@ -384,7 +384,7 @@ def test_the_timeline_of_a_step(page, runs):
     page.wait("document.querySelectorAll('figure h3')[1].textContent.includes('step 30')")
 
 
-def test_parts_of_the_reward(page, runs):
+def test_parts_of_the_reward_lead_to_their_rows(page, runs):
     rows = rows_of(runs / "first")
     show(page, runs / "one.html", "view=worst&group=part")
     cells = page.wait("[...document.querySelectorAll('tbody tr')].map((r) => [...r.cells].map((c) => c.innerText))")
@@ -394,7 +394,7 @@ def test_parts_of_the_reward(page, runs):
     page.wait(f"document.getElementById('found')?.textContent.startsWith('{len(wrong)} of')")
 
 
-def test_light_and_dark(page, runs):
+def test_the_report_turns_light_and_dark(page, runs):
     show(page, runs / "one.html")
     background = "getComputedStyle(document.body).backgroundColor"
     assert page.run(background) == "rgb(255, 255, 255)"
@@ -403,7 +403,7 @@ def test_light_and_dark(page, runs):
     page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
 
 
-def test_it_prints(page, runs):
+def test_the_report_prints_as_pdf(page, runs):
     show(page, runs / "one.html", "view=outcome")
     assert len(page.call("Page.printToPDF")["data"]) > 10_000
 
@@ -428,7 +428,7 @@ def test_what_can_be_used_has_a_name(page, runs, view, there):
 
 
 @pytest.mark.parametrize("num_steps", [40, pytest.param(400, marks=pytest.mark.soak)])
-def test_many_trajectories(page, tmp_path, num_steps):
+def test_many_trajectories_fit_into_a_report(page, tmp_path, num_steps):
     InventedRun(steps=num_steps, trajectories=125, tokens=50).write(tmp_path / "run")
     began = time.perf_counter()
     write_report([open_run(tmp_path / "run")], tmp_path / "a.html")

@@ -56,7 +56,7 @@ def test_distributions_say_how_right_they_are(page, tmp_path):
     assert "accurate to 2 %" in page.run("document.getElementById('main').innerText")
 
 
-def test_a_chart_by_keyboard(page, report):
+def test_a_chart_moves_by_keyboard(page, report):
     show(page, report, f"view=curves&chart={METRIC}")
     page.wait("document.querySelector('canvas') !== null")
     page.run("document.querySelector('.chart').focus()")

@@ -127,7 +127,7 @@ def test_roles_of_common_chat_templates(page, tmp_path, prompt, response, masked
         assert turns[2][1][0] == "block reasoning|Reasoning, 1 wordGreet."
 
 
-def test_reasoning_that_the_prompt_began(page, tmp_path):
+def test_reasoning_that_the_prompt_began_is_shown_apart(page, tmp_path):
     write_run(tmp_path / "run", rows=[row("I add.\n</think>\n2<|im_end|>", prompt=f"{ASKED}<think>\n")])
     show(page, report_of(tmp_path / "run"), "view=rollouts")
     turns = page.wait(f"document.querySelector('.token') && {TURNS}")
@@ -167,7 +167,7 @@ def test_a_group_is_a_tree_of_forks(page, report):
     page.wait("document.querySelector('[aria-selected=true]').dataset.row === '3'")
 
 
-def test_rewards_by_component_beside_the_group(page, report):
+def test_rewards_by_component_are_shown_beside_the_group(page, report):
     show(page, report, "view=rollouts")
     cells = page.wait(
         "[...document.querySelectorAll('.pane table')[0].rows].map((r) => [...r.cells].map((c) => c.innerText))"

@@ -64,7 +64,7 @@ def test_the_run_trains_and_logs_every_step(uninterrupted: TinyRun) -> None:
     rows = metrics_without_clock(uninterrupted)
     assert [step for step, _ in rows] == [0, 1, 2, 3, 4]
     assert ["val-core/arithmetic/reward/mean@1" in metrics for _, metrics in rows] == [True, False, True, False, True]
-    assert all(metrics["actor/grad_norm"] > 0 for step, metrics in rows if step)
+    assert min(metrics["actor/grad_norm"] for step, metrics in rows if step) > 0
     first, last = uninterrupted.folder / "policy", uninterrupted.run_folder / "checkpoints" / "step_4" / "policy"
     assert (first / "model.safetensors").read_bytes() != (last / "model.safetensors").read_bytes()
     assert sorted(path.name for path in (uninterrupted.run_folder / "checkpoints").iterdir()) == ["step_2", "step_4"]

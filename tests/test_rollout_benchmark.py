@@ -34,7 +34,7 @@ def test_both_systems_with_vllm_generate_and_ours_takes_weights(tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((policy / "found.json").read_text())
-    assert all(value > 0 for part in found.values() for value in part.values())
+    assert min(value for part in found.values() for value in part.values()) > 0
     speeds = {system: [(found[system]["wall_s"], found[system]["num_tokens"])] for system in ("ours", "vllm")}
     compared = rollout.compared("ragged", "vllm", speeds["ours"], speeds["vllm"], 0.95)
     assert (compared["workload"], compared["peer"]) == ("ragged", "vllm")

@@ -102,7 +102,9 @@ def test_an_adapter_learns_from_its_base_under_the_prompts_that_the_queue_carrie
         expected = logprobs.gather(-1, torch.from_numpy(read)[1:, None])[:, 0][-mask.sum() :]
         np.testing.assert_allclose(scores[mask, 0], expected, atol=1e-4)
     rows = [row.metrics for row in read_metrics(run.run_folder / "metrics.jsonl") if row.step]
+    assert rows
     assert all(row["actor/distillation/aligned_fraction"] == 1.0 for row in rows)
+    assert rows
     assert all(row["critic/advantages/max"] > 0 for row in rows)
 
 

@@ -55,17 +55,20 @@ def test_step_times_are_in_the_published_order(compared: list[Any]) -> None:
 
 
 def test_phases_of_the_synchronous_rows_are_those_that_costs_were_fitted_to(compared: list[Any]) -> None:
-    for one in compared:
-        if one.row.mode == "sync":
-            assert one.run.step_s == pytest.approx(one.row.step_s, rel=0.05)
-            assert one.run.gen_s == pytest.approx(one.row.gen_s, rel=0.1)
-            assert one.run.update_s == pytest.approx(one.row.update_s, rel=0.05)
-            assert one.run.logprobs_s == pytest.approx(one.row.logprobs_s, rel=0.12)
+    synchronous = [one for one in compared if one.row.mode == "sync"]
+    assert len(synchronous) >= 2
+    for one in synchronous:
+        assert one.run.step_s == pytest.approx(one.row.step_s, rel=0.05)
+        assert one.run.gen_s == pytest.approx(one.row.gen_s, rel=0.1)
+        assert one.run.update_s == pytest.approx(one.row.update_s, rel=0.05)
+        assert one.run.logprobs_s == pytest.approx(one.row.logprobs_s, rel=0.12)
 
 
 def test_a_published_step_is_as_many_samples_in_both_modes(published: Any) -> None:
     """In both modes, 400 steps at the published seconds make up the total, except for at most 13 % outside steps."""
-    for row in published.published_rows():
+    rows = published.published_rows()
+    assert {row.mode for row in rows} > {"sync"}
+    for row in rows:
         assert 400 * row.step_s < row.total_s[-1] < 1.13 * 400 * row.step_s
         assert list(row.total_s) == sorted(row.total_s)
 

@@ -65,6 +65,7 @@ def test_samples_are_rollouts_of_groups() -> None:
     assert len(rows.lengths) == 1_024
     assert 44e6 < rows.size_bytes < 50e6
     assert (rows.lengths.min() >= 256, rows.lengths.max() <= 4_096) == (True, True)
+    assert samples.COLUMNS
     assert all(np.array_equal(rows.columns[name], again.columns[name]) for name in samples.COLUMNS)
     dtypes = {name: rows.columns[name].dtype.name for name in samples.COLUMNS}
     assert dtypes == {"input_ids": "int64", "position_ids": "int64", "logprobs": "float32", "mask": "int8"}

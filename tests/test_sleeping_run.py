@@ -28,5 +28,6 @@ def test_an_engine_that_drops_its_weights_gets_them_with_each_update(
     assert train_here(run, trainer__steps=2, rollout__offload_engine=True, rollout__offload_keeps_weights=False) == 0
     rows = read_metrics(run.run_folder / "metrics.jsonl")
     assert [row.step for row in rows] == [0, 1, 2]
+    assert rows[1:]
     assert all(row.metrics["weights/canary_max_diff"] < 1e-3 for row in rows[1:])
     assert levels == [2, 2]

@@ -68,6 +68,7 @@ def test_payload_is_the_same_in_every_process() -> None:
     assert sum(len(part.lengths) for part in rows) == 1_024
     assert sum(part.size_bytes for part in rows) == payload.payload_bytes()
     assert 44e6 < payload.payload_bytes() < 50e6
+    assert payload.COLUMNS
     assert all(np.array_equal(rows[3].columns[name], again.columns[name]) for name in payload.COLUMNS)
     assert min(part.lengths.min() for part in rows) >= 256
     assert max(part.lengths.max() for part in rows) <= 4_096

@@ -200,6 +200,7 @@ def test_adapters_of_the_attention_are_served_beside_proven_experts(
         mixture.check(update, mixture.update(update))
         assert mixture.distance_to(merged(weights, adapter)) < mixture.distance
     scored = asyncio.run(mixture.engine.score(SEQUENCES, with_experts=True))
+    assert scored
     assert all(one.routed_experts is not None and (one.routed_experts[:-1] >= 0).all() for one in scored)
     mixture.update(packed(weights, version=0))
     fault = Fault(3, 1)  # swapped experts; the stale weights equal the right ones here

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import nox
 
 from tooling.environments import ROOT
-from tooling.runs import LOGS, TEST_ENV
+from tooling.runs import LOGS
 
 PROCESSORS: Mapping[str, Mapping[str, str]] = {
     "without AVX": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
@@ -52,7 +52,7 @@ def failures(suite: Suite, processor: str) -> Iterator[str]:
     command = [suite.python, "-m", "pytest", "-q", *suite.words]
     others = {name for names in PROCESSORS.values() for name in names}
     env = {name: value for name, value in os.environ.items() if name not in others}
-    env |= {**TEST_ENV, **PROCESSORS[processor]}
+    env |= PROCESSORS[processor]
     with log.open("wb") as output:
         status = subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=output, check=False).returncode
     lines = re.findall(r"^(?:FAILED|ERROR) .*", log.read_text(errors="replace"), flags=re.MULTILINE)

@@ -25,20 +25,12 @@ TIMES = "RL_TEST_TIMES"
 METRICS = "RL_TEST_METRICS"
 """Variable with the file to which a pytest run writes the names of the metrics that its runs recorded."""
 STOP_S = 120.0  # after Ctrl-C a child may still write its checkpoint
-TEST_ENV = {
-    "OMP_NUM_THREADS": "1",  # two processes with two threads each would starve each other on two cores
-    "HF_HUB_OFFLINE": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "WANDB_MODE": "offline",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 def run_pytest(session: nox.Session, python: str, *arguments: str) -> None:
-    """Run pytest with bounded threads and without network look-ups."""
+    """Run pytest; the root conftest.py sets its variables."""
     runner = ("coverage", "run", "-m", "pytest") if "COVERAGE_FILE" in os.environ else ("pytest",)
-    session.run(python, "-m", *runner, *arguments, env=TEST_ENV, interrupt_timeout=STOP_S)
+    session.run(python, "-m", *runner, *arguments, interrupt_timeout=STOP_S)
 
 
 @contextlib.contextmanager

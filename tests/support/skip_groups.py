@@ -11,8 +11,11 @@ from rl_rollout.rollout import GroupResult
 
 VOCABULARY = 150_000
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "rollout_logprobs", "policy_versions")
-RECORD_FIELDS = ("prompt_uid", "session_index", "output_index", "parent", "finish_reason", "timings")
-PROMPT_FIELDS = ("uid", "data_source")
+RECORD_FIELDS = (
+    *("prompt_uid", "session_index", "output_index", "parent", "finish_reason", "timings"),
+    *("images", "reward_baseline"),
+)
+PROMPT_FIELDS = ("uid", "data_source", "images")
 
 
 def make_groups(

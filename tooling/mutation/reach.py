@@ -119,9 +119,19 @@ class Reach:
         return reach
 
     def of(self, file: str, line: int, last: int, inside: Sequence[tuple[int, int]]) -> list[str]:
-        """Return the tests that reach the lines of a change; else of the innermost block around it that any reaches."""
+        """Return the tests that reach a change.
+
+        Args:
+            file: The source.
+            line: First line of the change.
+            last: Its last line.
+            inside: First and last line of each statement around it, the innermost first, and of the module. If only
+                imports run the innermost one, such as a default of a parameter, the tests of the next one count.
+        """
         mine = self.lines.get(file, {})
-        for first, end in ((line, last), *inside):
+        if not any(number in mine for number in (*range(line, last + 1), inside[0][0])):
+            return []
+        for first, end in ((line, last), (inside[0][0], inside[0][0]), *inside):
             found = set().union(*(mine.get(number, set()) for number in range(first, end + 1)))
             if found:
                 return sorted(found)

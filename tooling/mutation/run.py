@@ -212,6 +212,7 @@ def try_changes(
         outcome = Outcome(change, UNCOVERED, tests=len(tests), left_out=len(reaching) - len(tests))
         outcomes[number] = outcome
         if not tests:
+            print(describe(outcome), end="", flush=True)
             continue
         changed = folder / f"change-{number}.json"
         path = os.path.realpath(ROOT / change.file)
@@ -230,8 +231,7 @@ def try_changes(
             by = _text(failed) or ("" if status >= 0 else f"signal {-status}")
             outcome.outcome = SURVIVED if status == 0 else NOTICED
             outcome.by = by or ("" if status == 0 else "import")
-            mark = "." if status else "S"
-            print(mark, end="", flush=True)
+            print("." if status else describe(outcome), end="", flush=True)
 
         jobs.append(Job(work, done, START_S + 10.0 * sum(reach.seconds[name] for name in tests)))
     run_jobs(jobs, at_once=at_once, folder=folder)
@@ -247,8 +247,16 @@ def equivalent(path: Path) -> dict[tuple[str, ...], str]:
     return {tuple(each[name] for name in IDENTITY): each["reason"] for each in entries}
 
 
+def describe(outcome: Outcome) -> str:
+    """Say which change no test noticed."""
+    change = outcome.change
+    ran = f"{outcome.tests} tests" + (f", {outcome.left_out} left out" if outcome.left_out else "")
+    where = f"{change.file}:{change.line} {change.function} [{change.kind}]"
+    return f"\n{where} {outcome.outcome} ({ran})\n  - {change.before}\n  + {change.after}\n"
+
+
 def report(outcomes: Sequence[Outcome], judged: int) -> None:
-    """Print a row for each file, then what survived."""
+    """Print a row for each file."""
     by_file: dict[str, Counter[str]] = {}
     for each in outcomes:
         by_file.setdefault(each.change.file, Counter())[each.outcome] += 1
@@ -259,12 +267,6 @@ def report(outcomes: Sequence[Outcome], judged: int) -> None:
         total += counts
         print(f"{file:{width}} {_row(counts)}")
     print(f"{'all':{width}} {_row(total)}")
-    for each in outcomes:
-        if each.outcome != NOTICED:
-            change = each.change
-            ran = f"{each.tests} tests" + (f", {each.left_out} left out" if each.left_out else "")
-            print(f"\n{change.file}:{change.line} {change.function} [{change.kind}] {each.outcome} ({ran})")
-            print(f"  - {change.before}\n  + {change.after}")
     share = total[NOTICED] / max(1, total.total())
     print(f"\n{share:.1%} of {total.total()} changes were noticed; {judged} more are judged equivalent")
 
@@ -332,11 +334,12 @@ def main(words: Sequence[str] | None = None) -> int:
     ]
     tests = [test for test in [*suites, *options.tests] if test not in options.without]
     os.chdir(ROOT)
-    _preload([*PRELOADED, *(MEGATRON if {project.name for project in projects} - {"rl-core", "rl-metrics"} else ())])
+    needs_megatron = any(project.name == "rl-distill" or project.parent.name == "apps" for project in projects)
+    _preload([*PRELOADED, *(MEGATRON if needs_megatron else ())])
     with tempfile.TemporaryDirectory(prefix="rl-mutation-") as name:
         folder = Path(name)
         reach = Reach.read(record_missing(tests, at_once=options.jobs, folder=folder), root=ROOT)
-        print(f"{len(changes)} changes, {options.jobs} at once; S: survived")
+        print(f"{len(changes)} changes, {options.jobs} at once; a dot is one that tests noticed")
         tried = try_changes(changes, reach, at_once=options.jobs, limit_s=options.limit, folder=folder)
         outcomes = list(tried)
     report(outcomes, judged)

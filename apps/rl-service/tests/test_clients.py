@@ -41,6 +41,7 @@ def test_a_restart_drops_what_has_ended_from_the_journal(tmp_path):
     again = Clients(tmp_path)
     assert len((tmp_path / "clients.jsonl").read_text().splitlines()) == 1 + 2 + 2 + 50 + 1
     assert again.training.keys() == clients.training.keys()
+    assert Clients(tmp_path).training
     assert all(one.step == 49 for one in Clients(tmp_path).training.values())
 
 

@@ -16,7 +16,7 @@ def test_a_result_can_be_fetched_again_after_a_lost_response():
         await asyncio.sleep(0)
         futures.settle("a", Answer.of(path="p"))
         assert await waiting == await futures.wait("a", timeout_s=0.0) == Answer(content=b'{"path":"p"}')
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="b"):
             await futures.wait("b", timeout_s=0.0)
 
     asyncio.run(run())
@@ -58,7 +58,7 @@ def test_who_waits_learns_that_a_result_is_no_longer_expected():
         waiting = asyncio.ensure_future(futures.wait("a", timeout_s=30.0))
         await asyncio.sleep(0)
         futures.forget_open()
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="a"):
             await waiting
         assert [futures.knows(name) for name in "ab"] == [False, True]
 

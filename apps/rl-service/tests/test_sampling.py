@@ -156,6 +156,7 @@ def test_a_request_that_is_cancelled_blocks_nobody(adapters):
             with pytest.raises(asyncio.CancelledError):
                 await job
         assert not engine.uses._waiting
+        assert engine.uses._slots
         assert all(slot.is_idle for slot in engine.uses._slots)
 
     asyncio.run(run())

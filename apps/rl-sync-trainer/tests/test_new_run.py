@@ -17,7 +17,9 @@ QUICK = (
 )
 
 
-def test_from_new_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_commands_lead_from_new_to_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     import torch
 
     monkeypatch.chdir(tmp_path)

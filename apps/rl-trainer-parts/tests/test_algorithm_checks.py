@@ -43,7 +43,7 @@ def problems(changes: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.names())
-def test_advantages(name: str) -> None:
+def test_advantages_are_taken_or_name_what_they_need(name: str) -> None:
     found = problems({"algorithm.advantage": name})
     if name in ADVANTAGES_THAT_NEED_MORE:
         (line,) = found
@@ -81,13 +81,13 @@ def test_gdpo_with_named_components() -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
-def test_policy_losses(name: str) -> None:
+def test_policy_losses_are_taken_and_select_by_covariance(name: str) -> None:
     assert problems({"algorithm.policy_loss": name}) == []
     assert (make_selection(settings_with({"algorithm.policy_loss": name})) is not None) == name.endswith("_cov")
 
 
 @pytest.mark.parametrize("name", REJECTION_CRITERIA.names())
-def test_rejection_criteria(name: str) -> None:
+def test_rejection_criteria_are_taken_with_recomputed_logprobs(name: str) -> None:
     assert problems({**RECOMPUTE, "correction.reject": {name: 1.5}}) == []
 
 
@@ -198,7 +198,7 @@ def test_combinations_that_work(changes: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_impossible_combinations(changes: dict[str, Any], says: str) -> None:
+def test_impossible_combinations_are_refused(changes: dict[str, Any], says: str) -> None:
     assert problems(changes) == [says]
 
 

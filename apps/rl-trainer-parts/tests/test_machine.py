@@ -260,7 +260,7 @@ def test_a_mixed_up_vllm_is_told() -> None:
     )
 
 
-def test_needs_by_hand(tmp_path: Path) -> None:
+def test_needs_equal_those_computed_by_hand(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     for name, text in (("config.json", json.dumps(MODEL)), ("tokenizer.json", "{}"), ("model.safetensors", "")):
         (tmp_path / "policy" / name).write_text(text)

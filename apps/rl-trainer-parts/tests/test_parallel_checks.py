@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from invented_inputs import invented_inputs
+from refusals import refusal
 
 from rl_core.errors import SettingsError
 from rl_trainer_parts.checks.all_checks import check_values
@@ -105,14 +106,19 @@ def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) 
 
 
 def test_one_engine_beside_a_learner_of_one_rank_may_share_its_gpu() -> None:
-    check_values(settings_with({**SHARED_GPU, "rollout.offload_engine": True, "rollout.offload_keeps_weights": False}))
-    check_values(settings_with({"rollout.offload_keeps_weights": False, "lora.rank": 4, "lora.serving": "merged"}))
+    offloaded = {**SHARED_GPU, "rollout.offload_engine": True, "rollout.offload_keeps_weights": False}
+    assert refusal(check_values, settings_with(offloaded)) is None
+    merged = {"rollout.offload_keeps_weights": False, "lora.rank": 4, "lora.serving": "merged"}
+    assert refusal(check_values, settings_with(merged)) is None
 
 
 def test_four_ranks_in_processes_are_taken() -> None:
-    check_values(settings_with({"parallel.ranks": 4, "parallel.tensor": 2, "cluster.placement": "process"}))
+    ranks = {"parallel.ranks": 4, "parallel.tensor": 2, "cluster.placement": "process"}
+    assert refusal(check_values, settings_with(ranks)) is None
     engines = {"rollout.placement": "process", "weights.transport": "direct"}
-    check_values(settings_with({"parallel.ranks": 2, "cluster.placement": "process", **engines}))
+    assert (
+        refusal(check_values, settings_with({"parallel.ranks": 2, "cluster.placement": "process", **engines})) is None
+    )
 
 
 def test_each_rank_has_a_gpu_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def plan_settings(policy: Path, **changes: dict[str, object]) -> Settings:
     return build_settings({**values, **{name: {**values.get(name, {}), **change} for name, change in changes.items()}})
 
 
-def test_batch_arithmetic(policy: Path) -> None:
+def test_plan_shows_the_arithmetic_of_batches(policy: Path) -> None:
     text = describe_plan(plan_settings(policy), invented_inputs(train=30, validation=7, test=8))
     assert "6 prompts x 4 sessions = 24 trajectories" in text
     assert "2 optimizer updates, at most 4 micro-batches in total" in text  # 24 * 128 / 1000 = 3.07, rounded up
@@ -107,7 +107,7 @@ def test_a_model_that_ranks_cannot_divide(tmp_path: Path) -> None:
     assert "would divide" not in "\n".join(four)
 
 
-def test_roles_and_memory(policy: Path) -> None:
+def test_plan_shows_roles_and_their_memory(policy: Path) -> None:
     plain = describe_plan(plan_settings(policy), INPUTS)
     count = ATTENTION + FEED_FORWARD + EMBEDDING + NORMS
     assert f"Memory, without activations, for {count:,} parameters\n" in plain
@@ -136,7 +136,7 @@ def test_the_plan_says_which_engine_was_chosen_and_why(
     assert engine_choice.engine_name(plan_settings(policy, rollout={"engine": "auto"}, cluster=joined)) == "vllm"
 
 
-def test_the_objective(policy: Path) -> None:
+def test_plan_shows_the_objective(policy: Path) -> None:
     plain = describe_plan(plan_settings(policy), INPUTS)
     assert "  policy     advantage grpo; loss ppo_clip, clip 0.2 below and 0.2 above\n" in plain
     assert "against the logprobs of the engine\n" in plain
@@ -174,7 +174,7 @@ def test_a_loss_of_whole_responses_averages_over_responses(policy: Path, loss: s
     assert list(aggregation_notes(plan_settings(policy))) == []
 
 
-def test_ranks_and_critic(policy: Path) -> None:
+def test_plan_shows_ranks_and_critic(policy: Path) -> None:
     changes = {
         "parallel": {"ranks": 4, "tensor": 2},
         "cluster": {"placement": "process", "cpus_per_rank": 0.5},
@@ -199,7 +199,7 @@ def test_what_layers_keep_on_a_gpu_is_said_where_it_is_known(policy: Path) -> No
         assert said not in describe_plan(plan_settings(policy, optimizer=other), INPUTS)
 
 
-def test_a_mixture_of_every_kind(tmp_path: Path) -> None:
+def test_plan_shows_a_mixture_of_every_kind(tmp_path: Path) -> None:
     policy, dense = make_model(tmp_path / "mixture", **EXPERTS), make_model(tmp_path / "dense")
     changes = {
         "parallel": {"ranks": 4, "pipeline": 2, "expert": 2},

@@ -196,7 +196,9 @@ def test_export_never_overwrites(run: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["mine"]
 
 
-def test_export_as_a_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_copies_a_policy_or_says_why_not(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", str(run / "checkpoints" / "step_3"), str(tmp_path / "exported")]) == 0
     assert "exported" in capsys.readouterr().out
     assert (tmp_path / "exported" / "model.safetensors").read_text() == "weights of step 3"

@@ -135,7 +135,7 @@ def test_a_new_run_writes_its_settings_defaults_included(tmp_path: Path) -> None
     assert build_settings(written) == settings
 
 
-def test_one_holder_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_has_one_holder_at_a_time(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     with held_elsewhere(settings.run_folder) as holder:
         for resume in (False, True):
@@ -197,7 +197,7 @@ def test_the_lock_is_held_after_archiving(tmp_path: Path) -> None:
         begin(settings)
 
 
-def test_nothing_to_resume(tmp_path: Path) -> None:
+def test_resuming_needs_a_run(tmp_path: Path) -> None:
     settings = settings_in(tmp_path)
     with pytest.raises(SettingsError, match=r"has no run to resume\. Leave out --resume"):
         begin(settings, resume=True)
@@ -331,7 +331,7 @@ def test_a_mistake_after_a_checkpoint_leaves_the_run(tmp_path: Path) -> None:
 
 def test_a_refused_resume_keeps_a_run_without_checkpoints(tmp_path: Path) -> None:
     begin(settings_in(tmp_path))
-    with pytest.raises(SettingsError):
+    with pytest.raises(SettingsError, match=r"run\.seed: the run has 0, now 3"):
         begin(settings_in(tmp_path, run__seed=3), resume=True)
     begin(settings_in(tmp_path), resume=True)
 

@@ -48,7 +48,7 @@ def test_variables_named_like_sections_are_not_read(
     assert load_settings(file) == before
 
 
-def test_command_line_over_environment_over_file_over_default(file: Path) -> None:
+def test_command_line_wins_over_environment_over_file_over_default(file: Path) -> None:
     def steps_and_group(environment: dict[str, str], *words: str) -> tuple[int, int]:
         settings = load_settings(file, words, environment)
         return settings.trainer.steps, settings.rollout.group_size
@@ -257,7 +257,7 @@ def test_settings_cannot_be_changed(file: Path) -> None:
     settings = load_settings(file, [], {})
     with pytest.raises(ValueError, match="frozen"):
         settings.run = settings.run
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="cannot assign to field 'steps'"):
         settings.trainer.steps = 3  # type: ignore[misc]
 
 
@@ -275,17 +275,18 @@ def test_every_mistake_is_listed_at_once(file: Path) -> None:
 
 
 def test_every_setting_has_a_meaning_in_words() -> None:
-    for setting in setting_fields().values():
+    settings = setting_fields().values()
+    assert len(settings) > 100
+    for setting in settings:
         assert len(setting.meaning) >= 5, f"{setting.name} has no meaning in its section's docstring"
         assert setting.meaning.endswith("."), setting.name
 
 
 def test_no_docstring_explains_a_setting_that_is_not_there() -> None:
-    known = setting_fields()
-    for section, field in Settings.model_fields.items():
-        assert field.annotation is not None
-        for name in attribute_meanings(field.annotation):
-            assert f"{section}.{name}" in known
+    sections = {section: field.annotation for section, field in Settings.model_fields.items()}
+    explained = {f"{section}.{name}" for section, kind in sections.items() if kind for name in attribute_meanings(kind)}
+    assert len(explained) > 100
+    assert explained - set(setting_fields()) == set()
 
 
 def test_help_explains_every_setting() -> None:
@@ -321,8 +322,8 @@ def test_help_explains_every_setting() -> None:
 )
 def test_help_explains_a_section_or_a_setting(topic: str, has: list[str], lacks: list[str]) -> None:
     text = help_text("usage", topic=topic)
-    assert all(words in text for words in has), text
-    assert not any(words in text for words in lacks), text
+    assert [words for words in has if words not in text] == []
+    assert [words for words in lacks if words in text] == []
 
 
 def test_help_on_nothing_that_there_is_names_the_sections() -> None:
@@ -356,11 +357,6 @@ def test_sections_are_small() -> None:
 
 def test_settings_files_are_shipped() -> None:
     assert {path.parent.name for path in SHIPPED} >= {"arithmetic", "gsm8k"}
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name)
-def test_shipped_settings_files_load(path: Path) -> None:
-    load_settings(path, [], {})
 
 
 @pytest.mark.parametrize("word", ["--run.directory=\udcff", '--rollout.loop_options={a = "\udcff"}'])

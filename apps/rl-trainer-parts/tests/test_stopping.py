@@ -161,7 +161,7 @@ def test_a_signal_to_a_fork_stops_the_fork_alone() -> None:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             stop.check()
-            with pytest.raises(DeadlineError):
+            with pytest.raises(DeadlineError, match=r"waited 0\.01 s for the work"):
                 await stop.run(asyncio.Event().wait(), what="work", deadline_s=0.01)
 
     asyncio.run(main())

@@ -65,7 +65,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"optimizer": ENGINE, "weights": {"transport": "nccl"}, **JOINED}, []),
     ],
 )
-def test_without_a_gpu(sections: dict[str, Any], said: list[str]) -> None:
+def test_what_needs_a_gpu_is_refused_without_one(sections: dict[str, Any], said: list[str]) -> None:
     assert found(**sections) == said
 
 

@@ -175,7 +175,7 @@ def test_size_is_the_bytes_of_the_columns():
     assert batch.size_bytes == 3 * 4 + 3 * 8 + 2 * 4
 
 
-def test_empty_batches():
+def test_empty_batches_have_no_rows():
     assert len(Batch.concat([])) == 0
     empty = Batch.from_trajectories([])
     assert (len(empty), len(empty.ragged("input_ids")), empty.group_index().tolist()) == (0, 0, [])

@@ -93,7 +93,7 @@ def test_a_stranger_with_torchs_store_gets_nothing_and_ends_nothing(
     transport: BroadcastTransport, opened: ExitStack
 ) -> None:
     update, meeting = pack(transport)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="Ping failed"):
         TCPStore(HOST, meeting.port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False).set(
             "a", "{"
         )
@@ -102,7 +102,7 @@ def test_a_stranger_with_torchs_store_gets_nothing_and_ends_nothing(
 
 def test_who_has_another_secret_is_refused_and_refuses(transport: BroadcastTransport) -> None:
     _, meeting = pack(transport)
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError, match="the other side closed the connection"):
         connect(HOST, meeting.port, secrets.token_bytes(32), deadline_s=0.1)
     stranger = socket.create_server((HOST, 0))
     stranger.listen()

@@ -171,5 +171,5 @@ def test_random_faults_lose_nothing_and_count_nothing_twice(tmp_path: Path, seed
 
 @pytest.mark.soak
 @pytest.mark.parametrize("turn", range(10))
-def test_transfer_chaos(tmp_path: Path, seed: int, turn: int) -> None:
+def test_transfer_survives_chaos_without_loss(tmp_path: Path, seed: int, turn: int) -> None:
     print(run_chaos(seed + turn, tmp_path, num_faults=100, num_groups=1_500))  # noqa: T201

@@ -62,6 +62,7 @@ def test_a_death_is_healed_once_and_everybody_who_called_is_told(deaths_in_set_u
         worker: Worker = role.methods()
         first = await worker.pid()
         ended = await asyncio.gather(*(worker.die() for _ in range(3)), return_exceptions=True)
+        assert ended
         assert all(isinstance(error, RoleRestartedError) for error in ended)
         assert await worker.pid() != first
         with pytest.raises(RoleRestartedError):

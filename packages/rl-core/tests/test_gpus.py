@@ -68,7 +68,7 @@ def no_thread(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_peaks_of_a_step_and_utilization_of_the_processs_own_card(monkeypatch):
+def test_a_process_reports_peaks_of_a_step_and_utilization_of_its_own_card(monkeypatch):
     cuda = FakeCuda()
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())

@@ -62,6 +62,7 @@ def test_small_tensors_share_a_bucket_and_a_large_one_has_its_own() -> None:
     sizes, places = bucket_plan(update.digests, 3000)
     assert [place.bucket for place in places] == [0, 1, 2, 2]
     assert [place.start for place in places] == [ALIGNMENT, ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT]
+    assert sizes
     assert all(size % ALIGNMENT == 0 for size in sizes)
     transport.close()
 

@@ -257,14 +257,14 @@ def test_a_directory_that_cannot_be_used_is_a_journal_error(tmp_path, opened, ma
         (directory / f"{DATABASE}-wal").mkdir()
     if made == "segments file":
         (directory / SEGMENTS).write_text("no directory")
-    with pytest.raises(JournalError):
+    with pytest.raises(JournalError, match=rf"{directory}.* cannot be used"):
         opened(directory)
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_directory_that_was_refused_opens_once_it_is_mended(tmp_path, opened):
     (tmp_path / SEGMENTS).write_text("no directory")
-    with pytest.raises(JournalError):
+    with pytest.raises(JournalError, match=f"{SEGMENTS} cannot be used for slots"):
         opened(tmp_path)
     (tmp_path / SEGMENTS).unlink()
     assert opened(tmp_path).ledger() == []
@@ -361,7 +361,7 @@ def test_a_page_that_is_used_twice_is_refused(tmp_path, opened):
     page = int.from_bytes(content[16:18], "big")
     content[2 * page : 3 * page] = content[page : 2 * page]
     (tmp_path / DATABASE).write_bytes(bytes(content))
-    with pytest.raises(JournalError):
+    with pytest.raises(JournalError, match="malformed"):
         opened(tmp_path)
 
 

@@ -152,7 +152,7 @@ def test_slots_of_what_could_not_be_written_are_used_again(full, tmp_path):
     full.issue(make_prompts(2), num_sessions=1)
     full._service._journal.is_full = True
     for _ in range(5):
-        with pytest.raises(JournalError):
+        with pytest.raises(JournalError, match="the disk is full"):
             put(full, "p0", large=True)
     full._service._journal.is_full = False
     put(full, "p0", large=True)
@@ -164,7 +164,7 @@ def test_rows_that_are_looked_at_stay_through_a_full_disk(full, tmp_path):
     lease = full.lease("train", groups=1, deadline_s=0)
     row = lease.batch.ragged("loss_mask")[0]
     full._service._journal.is_full = True
-    with pytest.raises(JournalError):
+    with pytest.raises(JournalError, match="the disk is full"):
         full.drop("p0", reason="too easy")
     full._service._journal.is_full = False
     del lease

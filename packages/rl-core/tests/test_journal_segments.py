@@ -99,7 +99,7 @@ def test_altered_rows_are_found_when_they_are_leased_and_never_delivered(tmp_pat
         file.write(b"\xff\xfe\xfd")
     again = opened(copy)
     assert again.recovery().lost_segments == ()
-    with pytest.raises(DeadlineError):
+    with pytest.raises(DeadlineError, match=r"lease of 3 groups .* waited: 2 ready"):
         again.lease("train", groups=3, deadline_s=0)
     assert again.ledger()[1].reason.startswith("lost: ")
     assert again.stats()["drops/lost"] == 1
@@ -124,7 +124,7 @@ def test_altered_rows_that_lie_in_the_journal_are_found_too(tmp_path, opened):
     connection.commit()
     connection.close()
     again = opened(tmp_path)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(DeadlineError, match=r"lease of 2 groups .* waited: 1 ready"):
         again.lease("train", groups=2, deadline_s=0)
     assert again.stats()["drops/lost"] == 1
     assert uids_of(again.lease("train", groups=1, deadline_s=0)) == ["p1"]

@@ -231,12 +231,12 @@ def test_names_of_others_do_not_garble_the_terminal(tmp_path, capsys):
     assert main(["queue", "inspect", str(tmp_path / "queue")]) == 0
     text = capsys.readouterr().out
     assert len(text.partition("\n\n")[2].splitlines()) == 1 + len(HOSTILE)
-    assert all(character.isprintable() for character in text.replace("\n", ""))
+    assert text.replace("\n", "").isprintable()
     assert r"a\nb\r\x1b[2J\x1b]0;title\x07" in text
     assert "x" * 100 not in text
     assert main(["queue", "inspect", str(tmp_path / "queue"), "--json"]) == 0
     text = capsys.readouterr().out
-    assert all(" " <= character <= "~" for character in text.replace("\n", ""))
+    assert re.fullmatch(r"[ -~\n]+", text)
     assert [prompt["uid"] for prompt in json.loads(text)["prompts"]] == HOSTILE
 
 
@@ -323,7 +323,7 @@ def test_what_is_no_queue_is_refused_in_one_line(tmp_path, capsys, make, expecte
     assert captured.err.startswith("rl-core: ")
     assert captured.err.count("\n") == 1
     assert expected in captured.err
-    with pytest.raises(JournalError):
+    with pytest.raises(JournalError, match=re.escape(str(tmp_path / "queue"))):
         inspect_journal(tmp_path / "queue")
 
 

@@ -388,7 +388,7 @@ class CrashMachine(QueueMachine):
 TestQueueMachine = pytest.mark.one_python("it calls the queue thousands of times; the conformance suite has each call")(
     QueueMachine.TestCase
 )
-TestQueueMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestCrashMachine = CrashMachine.TestCase
 TestCrashMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
 

@@ -269,7 +269,7 @@ def test_a_value_that_raises_when_it_is_read_is_refused(name):
 # -- the records themselves
 
 
-def test_the_issue_of_the_first_user():
+def test_a_list_of_tokens_becomes_an_int32_array():
     assert Prompt(uid="p", input_ids=[1, 2]).input_ids.dtype == np.int32
 
 

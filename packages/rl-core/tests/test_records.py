@@ -44,7 +44,7 @@ def test_records_cannot_be_changed_and_take_no_other_fields():
     trajectory, prompt = make_trajectory("p0", 0), make_prompt("p0")
     with pytest.raises(dataclasses.FrozenInstanceError):
         trajectory.reward = 2.0
-    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError, TypeError)):
+    with pytest.raises((AttributeError, TypeError), match=r"uid_|super"):  # CPython's own, with slots
         prompt.uid_ = "p1"
     with pytest.raises(TypeError, match="rewrad"):
         dataclasses.replace(trajectory, rewrad=1.0)

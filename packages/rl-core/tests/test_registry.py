@@ -67,6 +67,6 @@ def test_installed_packages_are_read_again_only_where_the_path_has_changed(monke
     assert groups == [GROUP, GROUP]
 
 
-def test_nearest_name():
+def test_nearest_name_is_suggested_if_one_is_near():
     assert nearest_name("exakt", ["exact", "other"]) == " Did you mean 'exact'?"
     assert nearest_name("zzz", ["exact"]) == ""

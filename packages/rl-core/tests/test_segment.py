@@ -162,7 +162,7 @@ def test_a_segment_is_written_into_memory_as_it_is_made_alone(batch, spare):
     assert plan.size_bytes % 64 == 0
 
 
-def test_rows_of_one_prompt_and_of_none():
+def test_rows_of_one_prompt_and_of_none_are_decoded():
     assert rows_of(decode_segment(encode_segment(Batch((), {})))) == ((), [], {})
     one = batch_of([4])
     assert rows_of(decode_segment(encode_segment(one))) == rows_of(one)
@@ -240,6 +240,7 @@ def test_every_flipped_byte_is_found_or_lies_in_padding():
     covered |= set(range(struct.calcsize("<8sIIQQI")))
     covered |= set(range(HEADER.size, HEADER.size + len(schema_of(segment)) + 4 * len(schema.arrays)))
     names = {entry.name for entry in schema.arrays}
+    assert len(segment) > HEADER.size
     for place in range(len(segment)):
         for flip in (0x01, 0x80, 0xFF):
             altered = bytearray(segment)
@@ -255,13 +256,14 @@ def test_every_flipped_byte_is_found_or_lies_in_padding():
 
 def test_every_truncation_is_found():
     segment = encode_segment(batch_of(SMALL))
+    assert len(segment) > HEADER.size
     for length in range(len(segment)):
         for cut in (segment[:length], segment[:length] + bytes(len(segment) - length)):
             if len(cut) == len(segment) and decodes_like(cut, segment):
                 continue  # the cut removed only padding or zeros
-            with pytest.raises(SegmentError):
+            with pytest.raises(SegmentError, match="segment"):
                 decode_segment(cut)
-        with pytest.raises(SegmentError):
+        with pytest.raises(SegmentError, match="segment"):
             segment_size(segment[:length])
 
 

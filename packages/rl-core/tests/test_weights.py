@@ -1,3 +1,6 @@
+import threading
+from concurrent.futures import Future
+
 import crc32c
 import numpy as np
 import pytest
@@ -7,7 +10,15 @@ from hypothesis import strategies as st
 from rounding import rounding_bound
 
 from rl_core.errors import ShapeError
-from rl_core.weights.digests import digest_tensors, probe_tensor, probe_vector, tensor_crc32c
+from rl_core.weights import digests
+from rl_core.weights.digests import (
+    digest_tensors,
+    probe_tensor,
+    probe_vector,
+    tensor_checksum,
+    tensor_crc32c,
+    to_host,
+)
 from rl_core.weights.update import Canary
 
 
@@ -80,6 +91,67 @@ def test_digests_of_many_tensors_stay_with_their_names():
         (alone,) = digest_tensors({name: tensor}).values()
         assert (digests[name].shape, digests[name].checksum) == (alone.shape, alone.checksum)
         assert digests[name].probe.tolist() == alone.probe.tolist()
+
+
+def test_tensors_of_an_accelerator_are_summed_in_the_callers_thread_and_others_in_threads():
+    def names_of(device):
+        tensors = [torch.empty(1, device=device)] * 3
+        return set(digests._on_threads(lambda *_: threading.current_thread().name.partition("_")[0], tensors, "abc"))
+
+    assert names_of("meta") == {threading.current_thread().name}
+    assert names_of("cpu") == {"digest"}
+    assert digests._on_threads(lambda tensor, name: (len(tensor), name), [torch.empty(1), torch.empty(2)], "ab") == [
+        (1, "a"),
+        (2, "b"),
+    ]
+    assert [digests._own_kind(torch.empty(1, device=device)) for device in ("meta", "cpu")] == ["sums", "crc32c"]
+
+
+class OneAtATime:
+    """An executor that computes a result when it is asked for."""
+
+    def __init__(self, num_threads, name):
+        self.made, self.num_asked, self.ended = (num_threads, name), 0, None
+
+    def submit(self, compute, tensor):
+        future = Future()
+        future.result = lambda: (setattr(self, "num_asked", self.num_asked + 1), compute(tensor))[1]
+        return future
+
+    def shutdown(self, **options):
+        self.ended = options
+
+
+def test_at_most_one_passing_tensor_is_kept_for_its_checksum(monkeypatch):
+    monkeypatch.setattr(digests, "ThreadPoolExecutor", OneAtATime)
+    tensors = {name: torch.full((2,), float(ord(name))) for name in "abcd"}
+    with digests.PassingChecksums({"c": "sums"}) as sums:
+        assert sums._thread.made == (1, "checksums of weights")
+        asked = [sums._thread.num_asked for _ in sums.passing(tensors.items())]
+        assert asked == [0, 1, 2, 3], "each had its checksum before the next one passed"
+        assert sums.result() == {
+            name: tensor_checksum(tensor, "sums" if name == "c" else "crc32c") for name, tensor in tensors.items()
+        }
+        assert sums._thread.ended is None
+    assert sums._thread.ended == {"cancel_futures": True}
+
+
+def test_copies_on_the_host_are_of_their_own_shape_dtype_and_memory():
+    matrix = torch.arange(6.0).reshape(2, 3)
+    given = [matrix.T, torch.tensor(3, dtype=torch.int64), torch.empty(0, 2), matrix[0].to(torch.bfloat16)]
+    found = to_host([*given, *given[:1]])
+    for one, other in zip(found, [*given, *given[:1]], strict=True):
+        assert (one.shape, one.dtype, one.tolist()) == (other.shape, other.dtype, other.tolist())
+    matrix.zero_()
+    assert found[0].tolist() == found[4].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert len({one.untyped_storage().data_ptr() for one in found if one.numel()}) == 4
+    assert to_host([]) == []
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_a_digest_knows_its_size_in_bytes(dtype, size):
+    (digest,) = digest_tensors({"a": torch.zeros(3, 5, dtype=getattr(torch, dtype))}).values()
+    assert digest.size_bytes == 15 * size
 
 
 def test_a_checksum_of_a_known_text():

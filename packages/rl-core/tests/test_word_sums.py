@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import rounding_bound
 
+from rl_core.weights import rectangle_sums as rectangles
 from rl_core.weights import word_sums as module
 from rl_core.weights.digests import (
     PassingChecksums,
@@ -16,7 +17,8 @@ from rl_core.weights.digests import (
     probe_tensor,
     tensor_checksum,
 )
-from rl_core.weights.rectangle_sums import rectangle_sums
+from rl_core.weights.rectangle_sums import digest_rectangles, join_digests
+from rl_core.weights.update import Rectangle
 from rl_core.weights.word_sums import BASE, ROW_WORDS, word_sums
 
 MODULUS = 2**64
@@ -46,7 +48,7 @@ def test_sums_are_those_of_the_definition_wherever_a_view_begins(content: bytes,
 
 
 def test_known_numbers() -> None:
-    assert found(torch.tensor([1, 1], dtype=torch.int32)) == [1 + 3, 1 + BASE]
+    assert found(torch.tensor([1, 1], dtype=torch.int32)) == [1 + 3, 1 + 0x9E3779B97F4A7C15]
     assert found(torch.tensor([0, -1], dtype=torch.int32)) == [MODULUS - 3, MODULUS - BASE]
     assert tensor_checksum(torch.tensor([1], dtype=torch.int32), "sums") == f"sums:{1:016x}{1:016x}"
 
@@ -170,15 +172,54 @@ def test_a_large_tensor_is_probed_in_pieces_as_it_is_at_once(monkeypatch: pytest
     assert probe_tensor(torch.empty(0, 4)).shape == (0,)
 
 
-@settings(max_examples=60, deadline=None)
+SHAPES = [(), (7,), (6, 8), (5, 7), (4, 12), (1, 9), (3, 4, 6), (3, 5, 7), (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("chunk_words", [None, 1, 6])
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]), st.data())
-def test_sums_of_rectangles_add_up_to_those_of_the_whole(dtype: torch.dtype, data: st.DataObject) -> None:
-    shape = data.draw(st.sampled_from([(), (7,), (6, 8), (5, 7), (4, 12), (1, 9), (3, 4, 6), (2, 3, 4, 5)]))
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(3)).mul(9).to(dtype)
-    inner = [data.draw(st.sets(st.integers(1, size), max_size=2)) for size in shape]
-    cuts = [[0, *sorted(within - {size}), size] for within, size in zip(inner, shape, strict=True)]
-    total = torch.zeros(2, dtype=torch.int64)
-    for axes in itertools.product(*(itertools.pairwise(cut) for cut in cuts)):
-        part = tensor[tuple(slice(*axis) for axis in axes)]
-        total += rectangle_sums(part, [axis[0] for axis in axes], shape)
-    assert [number % MODULUS for number in total.tolist()] == found(tensor)
+def test_digests_of_rectangles_make_those_of_the_tensors(
+    chunk_words: int | None, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=2))
+    tensors = {
+        f"t{index}": torch.nn.Parameter(
+            torch.randn(shape, generator=torch.Generator().manual_seed(3)).mul(9).to(dtype), dtype.is_floating_point
+        )
+        for index, shape in enumerate(shapes)
+    }
+    parts = []
+    for name, tensor in tensors.items():
+        inner = [data.draw(st.sets(st.integers(1, size), max_size=2)) for size in tensor.shape]
+        cuts = [[0, *sorted(within - {size}), size] for within, size in zip(inner, tensor.shape, strict=True)]
+        for axes in itertools.product(*(itertools.pairwise(cut) for cut in cuts)):
+            sizes = tuple(stop - start for start, stop in axes)
+            rectangle = Rectangle(name, tuple(start for start, _ in axes), sizes)
+            parts.append((rectangle, tensor.shape, tensor[tuple(slice(*axis) for axis in axes)]))
+    parts = data.draw(st.permutations(parts)) if len(parts) < 8 else parts
+    with pytest.MonkeyPatch.context() as patched:
+        if chunk_words is not None:
+            patched.setattr(rectangles, "CHUNK_WORDS", chunk_words)
+        found = digest_rectangles(parts)
+    assert [(one.shape, one.dtype) for one in found] == [(shape, str(dtype)[6:]) for _, shape, _ in parts]
+    for (rectangle, shape, values), one in zip(parts, found, strict=True):
+        kept = torch.zeros(shape, dtype=dtype)
+        kept[tuple(slice(o, o + n) for o, n in zip(rectangle.offsets, rectangle.sizes, strict=True))] = values.detach()
+        assert list(one.sums) == sums_of(kept.reshape(-1).view(torch.uint8).numpy().tobytes())
+    joined = join_digests(zip((part[0] for part in parts), found, strict=True))
+    expected = digest_tensors(tensors, kind="sums")
+    assert joined.keys() == expected.keys()
+    for name, digest in expected.items():
+        other = joined[name]
+        assert (other.shape, other.dtype, other.checksum) == (digest.shape, digest.dtype, digest.checksum)
+        assert other.probe.dtype == np.float32
+        bound = rounding_bound(float(tensors[name].detach().abs().double().sum()), roundings=60)
+        np.testing.assert_allclose(other.probe, digest.probe, rtol=0, atol=bound)
+
+
+def test_what_is_trained_is_digested_as_it_is() -> None:
+    matrix = torch.nn.Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+    for tensor in (matrix, torch.nn.Parameter(matrix.detach()[0])):
+        assert probe_tensor(tensor).tolist() == probe_tensor(tensor.detach()).tolist()
+        for kind in ("crc32c", "sums"):
+            assert tensor_checksum(tensor, kind) == tensor_checksum(tensor.detach(), kind)

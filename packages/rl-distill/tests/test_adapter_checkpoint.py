@@ -158,8 +158,10 @@ def test_an_adapter_in_bfloat16_merges_into_a_base_in_float32(tied_policy: Path,
     learner.save(tmp_path / "saved")
     merge_adapter(tmp_path / "saved" / "adapter", tmp_path / "merged")
 
-    exported = learner.export_weights()
-    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
+    exported = dict(learner.export_weights())
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == exported.keys()
+    for name, tensor in merged.items():
         torch.testing.assert_close(tensor, exported[name].float(), rtol=2**-6, atol=2**-9)
 
 

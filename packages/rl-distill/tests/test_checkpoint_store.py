@@ -185,7 +185,7 @@ def test_a_damaged_one_is_passed_over_and_said(store: CheckpointStore, folder: P
     damage, says = DAMAGES[name]
     _, newer = saved(store, 10, 20)
     damage(newer)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=says):
         verify_checkpoint(newer)
     found, (complaint,) = newest_of(store)
     assert found == "step_10"

@@ -22,7 +22,7 @@ SMALL = PolicyConfig(
 )
 
 
-def test_hand_computed():
+def test_flops_equal_hand_computed_ones():
     # Weights of a layer: queries and output 2*8*16, keys and values 2*8*8, feed-forward 3*8*16; of the head 8*100.
     weights = 2 * (256 + 128 + 384) + 800
     # 3 + 1 tokens; the 3 tokens have 1 + 2 + 3 pairs, each for scores and values in 2 layers of width 16.

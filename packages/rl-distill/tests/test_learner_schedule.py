@@ -12,7 +12,7 @@ def test_rate_is_constant_without_schedule():
     assert [learning_rate_at(step, options) for step in (1, 2, 1000)] == [0.5, 0.5, 0.5]
 
 
-def test_warmup_then_decay():
+def test_learning_rate_rises_in_the_warmup_then_decays():
     options = LearnerOptions(learning_rate=1.0, warmup_steps=2, decay_steps=6)
 
     rates = [learning_rate_at(step, options) for step in range(1, 9)]

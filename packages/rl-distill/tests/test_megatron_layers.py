@@ -22,7 +22,7 @@ def norm_of(size: int, dtype: torch.dtype, *, is_fused: bool = False) -> RMSNorm
     return norm
 
 
-def test_rms_norm_literal():
+def test_rms_norm_equals_a_literal():
     norm = RMSNorm(config_of(), 2, eps=0.0)
 
     torch.testing.assert_close(norm(torch.tensor([[3.0, 1.0]])), torch.tensor([[3.0, 1.0]]) / 5.0**0.5)

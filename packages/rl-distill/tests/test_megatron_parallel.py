@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from equal_tensors import different_tensors
 from offered_weights import OfferedTo, assert_offered
 from rounding import rounding_bound
 
@@ -634,7 +635,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_every_rank(
     assert not skipped.is_applied
     assert skipped.broken_rows == (2,)
     assert learner.step == 0
-    assert all(torch.equal(before[name], tensor) for name, tensor in learner.export_weights().items())
+    assert different_tensors(before, learner.export_weights()) == []
     alone = MegatronLearner(four_layers, OPTIONS).train_step(batch, policy_gradient)
     assert learner.train_step(batch, policy_gradient).grad_norm == pytest.approx(
         alone.grad_norm, rel=rounding_bound(1.0)

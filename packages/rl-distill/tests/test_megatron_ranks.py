@@ -40,7 +40,9 @@ def test_ranks_say_where_they_are_while_one_waits_for_the_other_in_a_collective(
         os.kill(pid, signal.SIGCONT)
         scoring.join(START_S)
     assert len(scored) == 1
-    assert all("pending calls: no call" in text for text in ranks.stacks(deadline_s=START_S))
+    stacks = ranks.stacks(deadline_s=START_S)
+    assert stacks
+    assert all("pending calls: no call" in text for text in stacks)
 
 
 def test_ended_ranks_say_so() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from equal_tensors import different_tensors
 from torch import Tensor
 
 from rl_core.data.batch import Batch
@@ -183,7 +184,7 @@ def test_a_resumed_learner_continues_to_the_bit(
     learner.close()
     resumed = MegatronLearner(tied_policy, options)
     resumed.load(tmp_path / "saved")
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in steps(resumed, batch, 1).items())
+    assert different_tensors(wanted, steps(resumed, batch, 1)) == []
     assert resumed._ranks.call_all(RankHost.run, resumed._name, "memory", (), {}) == planned
     resumed.close()
     other = MegatronLearner(tied_policy, replace(options, algorithm="adam"))

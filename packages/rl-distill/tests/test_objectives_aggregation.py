@@ -24,7 +24,7 @@ OFFSETS = torch.tensor([0, 3, 5, 6])
         ("seq-mean-token-mean", None, [0, 1 / 4, 1 / 4, 0, 0, 1 / 2]),
     ],
 )
-def test_literals(mode, horizon, expected):
+def test_token_weights_equal_literals(mode, horizon, expected):
     found = token_weights(MASK, OFFSETS, row_weights=AGGREGATIONS.get(mode), horizon=horizon)
     assert found.dtype == torch.float32
     assert found.tolist() == pytest.approx(expected, rel=1e-7)

@@ -25,7 +25,7 @@ def rows_of(rewards, *, lengths, session=None, loss_mask=None, columns=None, row
     )
 
 
-def test_gae_literal():
+def test_gae_equals_a_literal():
     # Trained tokens of the first row have values 1 and 3; the masked one between is no step. gamma = lambda = 0.5.
     # Errors: 0.5 * 3 - 1 = 0.5 and 2 - 3 = -1; advantages 0.5 + 0.25 * -1 and -1. Second row: 4 - 1.
     rows = rows_of(
@@ -83,7 +83,7 @@ def test_impossible_discounts_are_refused(options):
         gae(rows_of([1.0], lengths=[1], columns={"values": [0.0]}), **options)
 
 
-def test_remax_literal():
+def test_remax_equals_a_literal():
     rows = rows_of([1.0, 0.0], lengths=[2, 1], row_columns={"reward_baseline": [0.25, 0.25]})
     assert remax(rows)["advantages"].tolist() == [0.75, 0.75, -0.25]
 

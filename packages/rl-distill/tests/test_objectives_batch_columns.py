@@ -53,7 +53,7 @@ def batch():
     )
 
 
-def test_advantages_by_prompt_and_session(batch):
+def test_advantages_are_centered_by_prompt_and_session(batch):
     found = with_advantages(batch, advantage="dr_grpo").ragged("advantages")
     assert [row.tolist() for row in found] == [[0, 0.5, 0.5], [0, 0], [0, -0.5], [0, 0], [0, 0.5]]
     assert found.values.dtype == np.float32
@@ -82,7 +82,7 @@ def test_missing_reward_is_refused():
         with_advantages(batch)
 
 
-def test_loss_weights(batch):
+def test_loss_weights_equal_literals(batch):
     found = with_loss_weights(batch, aggregation="seq-mean-token-mean").ragged("loss_weights")
     expected = [[0, 0.1, 0.1], [0, 0.2], [0, 0.2], [0, 0.2], [0, 0.2]]
     for row, values in zip(found, expected, strict=True):
@@ -93,7 +93,7 @@ def test_loss_weights(batch):
         with_loss_weights(batch, aggregation="seq-mean-token-sum-norm")
 
 
-def test_correction_weights(batch):
+def test_correction_weights_equal_literals(batch):
     mask = batch.ragged("loss_mask")
     old = Ragged(np.where(mask.values, -1.0 + np.log(1.5), 0.0).astype(np.float32), mask.offsets)
     batch = batch.with_columns({"old_logprobs": old})
@@ -131,7 +131,7 @@ def test_rejected_tokens_leave_the_loss_mask_alone(batch):
         with_rejection(batch, bounds={"token_k4": 2.0})
 
 
-def test_kl_in_the_reward(batch):
+def test_kl_in_the_reward_lowers_token_rewards(batch):
     batch = with_column(batch, "old_logprobs", [-1.0] * 6)
     batch = with_column(batch, "reference_logprobs", [-1.5, -1.0, -1.0, -1.0, -1.0, -1.0])
     assert mean_reference_kl(batch, estimator="k1") == pytest.approx(0.5 / 6)

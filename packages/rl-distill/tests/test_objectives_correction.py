@@ -23,7 +23,7 @@ OFFSETS = torch.tensor([0, 3, 4, 5])
         ("token", 9.0, [0, 1.5, 0.5, 4.0, 0]),
     ],
 )
-def test_literals(level, cap, expected):
+def test_importance_weights_equal_literals(level, cap, expected):
     assert importance_weights(RATIOS, MASK, OFFSETS, level=level, cap=cap).tolist() == pytest.approx(
         expected, rel=1e-12
     )
@@ -47,7 +47,7 @@ def test_far_ratios_stay_finite():
         ("sequence", 0.5, 2.0, [0, 0.75, 0.75, 0, 0]),
     ],
 )
-def test_banded_literals(level, floor, cap, expected):
+def test_banded_weights_equal_literals(level, floor, cap, expected):
     found = importance_weights(RATIOS, MASK, OFFSETS, level=level, floor=floor, cap=cap)
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
 
@@ -72,7 +72,7 @@ def test_impossible_bands_are_refused(floor, cap):
 
 
 def test_shapes_are_checked():
-    with pytest.raises(ShapeError):
+    with pytest.raises(ShapeError, match=r"loss_mask must have shape \[T\] like logprobs, \[4\]; found \[5\]"):
         importance_weights(RATIOS[:-1], MASK, OFFSETS, level="token")
 
 

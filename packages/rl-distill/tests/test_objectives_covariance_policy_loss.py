@@ -27,7 +27,7 @@ def tokens_of(selection, *, ratios=(1.0, 1.0, 1.0, 1.0)):
     )
 
 
-def test_covariances_literal():
+def test_covariances_equal_a_literal():
     assert covariances(LOGPROBS, ADVANTAGES, MASK).tolist() == [2.0, 0.0, 0.0, 0.0]
     assert covariances(LOGPROBS, ADVANTAGES, MASK).sum() / 2 == pytest.approx(
         torch.cov(torch.stack([LOGPROBS[MASK], ADVANTAGES[MASK]]))[0, 1]
@@ -35,7 +35,7 @@ def test_covariances_literal():
 
 
 @pytest.mark.parametrize(("share", "expected"), [(1e-4, [1, 0, 0, 0]), (0.67, [1, 0, 1, 0]), (1.0, [1, 0, 1, 1])])
-def test_top_share(share, expected):
+def test_top_share_selects_the_earlier_of_equal_tokens(share, expected):
     # Two products are 0: the earlier token is selected first. The masked token is never selected.
     assert select_top(LOGPROBS, ADVANTAGES, MASK, share=share).tolist() == [bool(is_in) for is_in in expected]
 
@@ -54,7 +54,7 @@ def test_band_is_a_random_choice_within_it():
     assert torch.equal(everything, inside & mask)
 
 
-def test_nothing_to_select():
+def test_nothing_is_selected_without_candidates():
     mask = torch.zeros(4, dtype=torch.bool)
     assert not select_top(LOGPROBS, ADVANTAGES, mask).any()
     assert not select_band(LOGPROBS, ADVANTAGES, mask).any()

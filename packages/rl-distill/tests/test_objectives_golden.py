@@ -267,7 +267,7 @@ def test_there_are_golden_files():
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("path", "name"), NUMBERS)
-def test_number(path, name, dtype, is_packed):
+def test_numbers_equal_the_golden_ones(path, name, dtype, is_packed):
     checks = [check for start, check in CHECKS.items() if name.startswith(start)]
     assert len(checks) == 1, f"{name} must have one check in CHECKS; found {len(checks)}"
     checks[0](Golden(path, dtype=dtype, is_packed=is_packed), name)

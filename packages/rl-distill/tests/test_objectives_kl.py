@@ -24,12 +24,12 @@ REFERENCE = torch.tensor([-1.5, -1.0], dtype=torch.float64)
         ("k3+", [math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1]),
     ],
 )
-def test_literals(name, expected):
+def test_estimators_equal_literals(name, expected):
     assert KL_ESTIMATORS.get(name)(POLICY, REFERENCE).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3"])
-def test_gradient(name):
+def test_gradients_equal_numeric_ones(name):
     policy = POLICY.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda logprobs: KL_ESTIMATORS.get(name)(logprobs, REFERENCE), policy)
 

@@ -6,7 +6,7 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_distill.objectives import AdaptiveKL
 
 
-def test_literals():
+def test_adapted_coefficients_equal_literals():
     control = AdaptiveKL(coefficient=0.1, target=0.02, horizon=1000)
     # 10 % above the target for a tenth of the horizon: the coefficient rises by 1 %.
     assert control.adapted(0.022, num_trajectories=100).coefficient == pytest.approx(0.101)

@@ -39,7 +39,7 @@ def values_of(sums):
     return {name: (float(total), float(weight)) for name, (total, weight) in sums.items()}
 
 
-def test_on_policy_literal():
+def test_on_policy_loss_equals_a_literal():
     loss, gradient, sums = evaluate()
     assert float(loss) == pytest.approx(0.5 * -2.0 + 0.25 * 1.0)
     assert gradient.tolist() == pytest.approx([0.0, -1.0, 0.25])
@@ -59,7 +59,7 @@ def test_old_logprobs_are_used_where_given():
     assert values_of(sums)["actor/ppo_kl"] == pytest.approx((-math.log(2.0), 2.0))
 
 
-def test_kl_and_entropy_literal():
+def test_kl_and_entropy_equal_a_literal():
     entropy = torch.tensor([5.0, 1.0, 2.0], dtype=torch.float64)
     loss, _, sums = evaluate(
         {"kl_coefficient": 0.1, "kl_estimator": "k1", "entropy_coefficient": 0.01},
@@ -108,12 +108,12 @@ def test_correction_is_made_where_the_batch_has_none():
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_conformance(options, seed):
+def test_objectives_conform_to_the_rules(options, seed):
     check_objective(policy_objective(PolicyObjectiveOptions(**options)), seed=seed)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
-def test_conformance_with_kl_and_entropy(estimator):
+def test_objectives_conform_with_kl_and_entropy(estimator):
     options = PolicyObjectiveOptions(kl_coefficient=0.2, kl_estimator=estimator, entropy_coefficient=0.1)
     check_objective(policy_objective(options), is_regularized=True)
 
@@ -192,7 +192,7 @@ def test_micro_batch_without_trained_tokens_gives_zeros():
     assert set(values_of(sums).values()) == {(0.0, 0.0)}
 
 
-def test_another_kl_coefficient():
+def test_another_kl_coefficient_changes_the_loss():
     objective = policy_objective(PolicyObjectiveOptions(kl_coefficient=0.1, kl_estimator="k1"))
     micro = micro_of([0, 3], **BASE, reference_logprobs=[0.0, -1.5, -2.0])
     losses = []

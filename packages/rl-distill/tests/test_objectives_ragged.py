@@ -9,13 +9,13 @@ VALUES = torch.tensor([1.0, 2.0, 4.0, 8.0, -3.0], dtype=torch.float64)
 OFFSETS = torch.tensor([0, 3, 3, 5])
 
 
-def test_discounted_sums_literal():
+def test_discounted_sums_equal_a_literal():
     found = discounted_sums(VALUES, OFFSETS, discount=0.5)
     assert found.tolist() == [1 + 1 + 1, 2 + 2, 4, 8 - 1.5, -3]
 
 
 @pytest.mark.parametrize(("discount", "expected"), [(0.0, [1, 2, 4, 8, -3]), (1.0, [7, 6, 4, 5, -3])])
-def test_discount_of_none_and_all(discount, expected):
+def test_discount_of_none_and_all_leaves_totals_or_values(discount, expected):
     assert discounted_sums(VALUES, OFFSETS, discount=discount).tolist() == expected
 
 
@@ -40,7 +40,7 @@ def test_long_rows_keep_their_digits():
     assert found[-1].item() == 1.0
 
 
-def test_next_values_literal():
+def test_next_values_equal_a_literal():
     assert next_values(VALUES, OFFSETS).tolist() == [2, 4, 0, -3, 0]
 
 

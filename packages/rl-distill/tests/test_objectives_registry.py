@@ -18,7 +18,7 @@ from rl_distill.objectives.policy_loss import ppo_clip
 from rl_distill.objectives.registry import function_with_options
 
 
-def test_names():
+def test_registries_have_the_documented_names():
     assert set(ADVANTAGES.names()) >= {
         *("gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
         *("remax", "opo", "gpg", "grpo_passk", "gdpo", "lite_ppo", "maxrl", "optimal_token_baseline"),

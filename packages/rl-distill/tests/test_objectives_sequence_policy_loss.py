@@ -24,7 +24,7 @@ def tokens_of(log_ratios, advantages, *, lengths=None, loss_mask=None):
     return tokens, policy
 
 
-def test_gspo_literal():
+def test_gspo_equals_a_literal():
     # First response: ratios 2 and 8, with a masked token between them; geometric mean 4. Second response: ratio 1/2.
     tokens, policy = tokens_of(
         [LOG(2), 50.0, LOG(8), LOG(0.5)], [-1.0, 9.0, -3.0, 2.0], lengths=[3, 1], loss_mask=[True, False, True, True]
@@ -50,7 +50,7 @@ def test_gspo_far_ratio_does_not_overflow():
     assert policy.grad.tolist() == [0.0]
 
 
-def test_geo_mean_literal():
+def test_geo_mean_equals_a_literal():
     # Log ratios 0.2 and 1.0 at positive advantages: the second is clipped to 0.4; mean 0.3. Advantage (1 + 3) / 2.
     tokens, policy = tokens_of([0.2, 1.0], [1.0, 3.0])
     found = geo_mean(tokens, clip_low=0.4, clip_high=0.4)

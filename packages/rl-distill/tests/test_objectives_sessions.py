@@ -30,7 +30,7 @@ def advantages(rule, *, output=(0, 1, 0)):
         ("each", [5 / 3, -1 / 3, -4 / 3]),  # 4, 2 and 1 count separately
     ],
 )
-def test_rules(name, expected):
+def test_rules_give_the_advantages_of_literals(name, expected):
     assert advantages(SESSION_RULES.get(name)) == pytest.approx(expected, rel=1e-6)
 
 

@@ -103,7 +103,7 @@ def test_loss_and_gradient_are_the_documented_formulas(case, seed):
     torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-6)
 
 
-def test_literals():
+def test_losses_equal_literals():
     ones = torch.ones(1, dtype=torch.bool)
     target = torch.tensor([math.log(0.3)], dtype=torch.float64, requires_grad=True)
     micro = MicroBatch(

@@ -15,7 +15,7 @@ def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_losses_literal():
+def test_value_losses_equal_literals():
     # Old value 0, return 1, clip 0.2. 0.1 is within the clip. 0.5 is clipped to 0.2, which errs more and has no
     # gradient. -0.5 errs more unclipped.
     values = tensor(0.1, 0.5, -0.5).requires_grad_()
@@ -42,7 +42,7 @@ def micro_of(**columns):
     return MicroBatch(input_ids=ids, position_ids=ids, offsets=torch.tensor([0, 3]), columns={**found, **columns})
 
 
-def test_objective_literal():
+def test_value_objective_equals_a_literal():
     values = tensor(math.nan, 0.1, 0.5).requires_grad_()
     loss, sums = ValueObjective(clip=0.2)(values, micro_of())
     assert loss.item() == pytest.approx(0.5 * 0.405 + 0.25 * 0.32)

@@ -25,7 +25,7 @@ def whitened(values):
     return ((values - values.mean()) / (values.var() + 1e-8).sqrt()).tolist()
 
 
-def test_reinforce_plus_plus_literal():
+def test_reinforce_plus_plus_equals_a_literal():
     # Rewards are discounted by gamma per trained token, backwards from the last one; masked tokens are no steps.
     mask = [False, True, False, True, True]
     found = reinforce_plus_plus(rows_of([1.0, 3.0], lengths=[4, 1], loss_mask=mask), gamma=0.5)
@@ -40,7 +40,7 @@ def test_reinforce_plus_plus_counts_rewards_of_tokens_where_they_are():
     assert found["returns"].tolist() == [1.0, 2.0, 0.0]
 
 
-def test_baseline_form_literal():
+def test_baseline_form_equals_a_literal():
     # Centered rewards 0.5 and -0.5, over three tokens and one.
     found = reinforce_plus_plus_baseline(rows_of([1.0, 0.0], lengths=[3, 1]))
     assert found["advantages"].tolist() == pytest.approx(whitened([0.5, 0.5, 0.5, -0.5]), rel=1e-12)

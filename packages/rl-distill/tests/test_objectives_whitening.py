@@ -9,7 +9,7 @@ from rl_core.errors import ShapeError
 from rl_distill.objectives.batch_advantages import masked_whiten
 
 
-def test_literal():
+def test_whitened_values_equal_a_literal():
     # Mean 2, unbiased variance 1.
     values = torch.tensor([1.0, math.nan, 2.0, 3.0], dtype=torch.float64)
     found = masked_whiten(values, torch.tensor([True, False, True, True]), eps=0.0)
@@ -27,7 +27,7 @@ def test_all_masked_gives_zeros():
 
 
 def test_shapes_are_checked():
-    with pytest.raises(ShapeError):
+    with pytest.raises(ShapeError, match=r"mask must have shape \[T\] like values, \[2\]; found \[3\]"):
         masked_whiten(torch.zeros(2), torch.ones(3, dtype=torch.bool))
     with pytest.raises(ShapeError, match=r"torch\.bool"):
         masked_whiten(torch.zeros(2), torch.ones(2))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from refusals import refusal
 
 from rl_core.errors import SettingsError
 from rl_distill.architecture.mixture_config import MixtureConfig
@@ -96,7 +97,7 @@ def test_a_layout_that_does_not_divide_the_experts_is_refused(sizes: dict[str, i
     ],
 )
 def test_layouts_that_divide_are_taken(layout: ParallelOptions):
-    check_layout(layout, DENSE)
+    assert refusal(check_layout, layout, DENSE) is None
 
 
 def test_data_parallelism_takes_what_is_left():
@@ -150,7 +151,8 @@ def test_options_that_the_layout_or_the_policy_has_no_use_for_are_refused(
 def test_layers_of_both_kinds_can_be_computed_again():
     some = replace(EXPERTS, mixture=replace(MIXTURE, layers=(1, 2)))
     modules = ("core_attn", "layernorm", "mlp", "moe")
-    check_learner(LearnerOptions(recompute="selective", recompute_modules=modules), SHARED, some)
+    options = LearnerOptions(recompute="selective", recompute_modules=modules)
+    assert refusal(check_learner, options, SHARED, some) is None
 
 
 def test_only_transformers_models_divide_their_weights():

@@ -112,7 +112,7 @@ def test_options_that_our_layers_lack_are_left_to_the_class():
             config["hidden_size"],
             config["vocab_size"],
         )
-        with pytest.raises(SettingsError):
+        with pytest.raises(SettingsError, match="|".join(change)):
             parse_policy_config({**config, **change}, backend="megatron")
     assert parse_policy_config(config, backend="transformers").model_json
 

@@ -114,4 +114,5 @@ def test_alignment_is_the_same_from_either_side(sides):
 @given(tokenized())
 def test_a_tokenization_aligns_with_itself_token_by_token(sides):
     spans = align_spans(sides[0], sides[0])
+    assert spans
     assert all(span[1] - span[0] == 1 == span[3] - span[2] for span in spans)

@@ -91,7 +91,8 @@ def test_an_entry_is_written_when_enough_is_kept(tmp_path):
     for row in rows:
         cache.store([row], [make_scores(row)])
     assert 4 <= len(list(cache.folder.glob("scores-*"))) < 20
-    assert all(is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True))
+    assert [is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True)] == [True] * len(rows)
+    assert rows
 
 
 def test_a_trajectory_is_stored_once(tmp_path):
@@ -140,7 +141,8 @@ def test_several_caches_find_what_the_others_store(tmp_path):
         cache.store(own, [make_scores(row) for row in own])
         cache.flush()
     for cache in caches:
-        assert all(is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True))
+        assert [is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True)] == [True] * len(rows)
+        assert rows
 
 
 def store_some(directory, first):
@@ -158,7 +160,8 @@ def test_writers_of_several_processes_lose_nothing(tmp_path):
         assert worker.exitcode == 0
     rows = make_rows(60)
     cache = ScoreCache(tmp_path, KIND)
-    assert all(is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True))
+    assert [is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True)] == [True] * len(rows)
+    assert rows
     assert not list(cache.folder.glob(".writing-*"))
 
 
@@ -182,7 +185,7 @@ def test_trajectories_over_several_chunks_are_read_whole(tmp_path, monkeypatch):
     assert sum(file.startswith("logprobs/c/") for file in Forgery(entry).files) > 20
     for order in (range(20), [13, 2, 19]):
         found = cache.lookup([rows[number] for number in order])
-        assert all(is_equal(one, rows[number]) for one, number in zip(found, order, strict=True))
+        assert [is_equal(one, rows[number]) for one, number in zip(found, order, strict=True)] == [True] * len(order)
 
 
 def test_an_entry_says_whose_scores_it_has(tmp_path):
@@ -240,7 +243,8 @@ def test_an_entry_that_somebody_removed_is_scored_anew(tmp_path):
     assert events == []
     cache.store(rows, [make_scores(row) for row in rows])
     cache.flush()
-    assert all(is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True))
+    assert [is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True)] == [True] * len(rows)
+    assert rows
 
 
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
@@ -272,6 +276,9 @@ def test_a_writer_killed_at_any_point_leaves_whole_entries_alone(tmp_path, seed)
         rows = [make_row(1000 * kill + number) for number in range(wanted - before)]
         with structlog.testing.capture_logs() as events:
             cache = ScoreCache(tmp_path, KIND)
-            assert all(is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True))
+            assert [is_equal(found, row) for found, row in zip(cache.lookup(rows), rows, strict=True)] == [True] * len(
+                rows
+            )
+            assert rows
         assert events == []
         assert not list(folder.glob(".writing-*"))

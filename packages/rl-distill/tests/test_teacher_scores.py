@@ -135,4 +135,6 @@ def test_columns_say_which_teacher_and_pad_hidden_states() -> None:
 def test_the_fakes_of_other_tests_are_honest() -> None:
     row = replace(ROW, loss_mask=np.asarray([False, True, True, True]))
     for top_k in (0, 2, 8):
-        check_scores(honest_scores(row, top_k=top_k), row, teacher="fake", shape=ScoreShape(top_k=top_k, vocab_size=16))
+        scores, shape = honest_scores(row, top_k=top_k), ScoreShape(top_k=top_k, vocab_size=16)
+        checked = check_scores(scores, row, teacher="fake", shape=shape)
+        assert len(checked.ids if top_k else row.input_ids) == len(row.input_ids)

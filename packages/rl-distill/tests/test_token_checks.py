@@ -84,7 +84,9 @@ def test_weights_of_tokens_that_do_not_train_are_refused(tied_policy: Path, make
         learner.train_step(none, supervised_objective)
 
     assert learner.step == 0
-    assert all(np.array_equal(before[name], tensor) for name, tensor in learner.export_weights().items())
+    assert before
+    after = learner.export_weights()
+    assert [name for name in before if not np.array_equal(before[name], after[name])] == []
 
 
 def test_a_reference_is_offloaded_too(tied_policy: Path, make_batch: Callable[..., Batch]):

@@ -12,7 +12,7 @@ def intervals(*columns, **options):
     return mean_intervals(np.stack([np.asarray(column, float) for column in columns], 1), **options)
 
 
-def test_agrees_with_the_normal_approximation():
+def test_intervals_agree_with_the_normal_approximation():
     values = np.random.default_rng(0).normal(2.0, 3.0, size=400)
     low, high = intervals(values, num_draws=4000)[:, 0]
     half = 1.96 * values.std() / 20

@@ -56,7 +56,7 @@ def test_what_does_not_apply_is_shown_with_all(run, capsys):
     assert all(rule.name in shown for rule in GUIDE)
 
 
-def test_the_table_of_stability(run, capsys):
+def test_stability_is_shown_as_a_table(run, capsys):
     folder = run(**{"actor/pg_loss": 0.02, "actor/grad_norm": 0.9, "actor/entropy": 0.3})
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows[-1]["actor/entropy"] = 0.7
@@ -100,14 +100,14 @@ def test_the_least_severity_that_fails(run):
     assert main(["check", str(folder), "--off", "grad_norm"]) == 0
 
 
-def test_json(run, capsys):
+def test_the_verdict_is_written_as_json(run, capsys):
     assert main(["check", str(run(**{"actor/ppo_kl": 0.08})), "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out)
     assert (verdict["status"], verdict["step"]) == ("critical", 20)
     assert [finding["rule"] for finding in verdict["findings"]] == ["kl_high"]
 
 
-def test_the_file_alone_and_with_a_torn_last_line(run):
+def test_the_file_alone_is_judged_without_its_torn_last_line(run):
     file = run(**{"actor/ppo_kl": 0.08}) / "metrics.jsonl"
     with file.open("a") as lines:
         lines.write('{"step": 21, "actor/pp')

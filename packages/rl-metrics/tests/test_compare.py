@@ -171,7 +171,7 @@ def test_chosen_metrics_and_those_of_one_side():
 def test_any_values_give_json(values, start, num_runs):
     a, b = history({"actor/entropy": values}), history({"actor/entropy": values[::-1]}, start=start)
     for one in compare([a] * num_runs, [b]).differences:
-        json.dumps(one.to_json(), allow_nan=False)
+        assert json.loads(json.dumps(one.to_json(), allow_nan=False)) == one.to_json()
 
 
 def write(folder, values):
@@ -185,7 +185,7 @@ def write(folder, values):
     return str(folder)
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command_shows_what_differs(tmp_path, capsys):
     shared = {"actor/entropy": list(noise(0, 30)), SCRIPT: [1.0] * 30}
     a = write(tmp_path / "a", {**shared, "actor/lr": [1.0] * 30})
     b = write(tmp_path / "b,1", {**shared, "actor/lr": [2.0] * 30, "actor/loss": [0.0] * 30})

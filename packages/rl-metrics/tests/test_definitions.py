@@ -114,7 +114,7 @@ def test_a_table_can_be_extended_and_stays_as_it_was():
         (0.0, 1.0, float("nan"), False),
     ],
 )
-def test_bands(low, high, value, is_inside):
+def test_bands_include_their_ends_and_no_nan(low, high, value, is_inside):
     assert Band(low=low, high=high, source="test").contains(value) is is_inside
 
 

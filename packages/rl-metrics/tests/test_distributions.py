@@ -46,7 +46,7 @@ def with_columns(batch, **columns):
     return batch.with_columns(filled)
 
 
-def test_hand_computed():
+def test_distributions_equal_hand_computed_ones():
     found = {name: values.tolist() for name, values in batch_distributions(example()).items()}
     assert found == {
         "distribution/prompt_length": [2, 2, 1, 2],
@@ -64,8 +64,10 @@ def test_token_columns_count_where_tokens_train():
     assert found["distribution/entropy"].tolist() == [0.75] * 5
     assert found["distribution/correction_weight"].tolist() == [2.0] * 5
     assert found["distribution/log_ratio"].tolist() == [0.5, 1.5, 0.5, 2.5, -0.5]
-    recomputed = batch_distributions(with_columns(batch, old_logprobs=-1.0))
-    assert recomputed["distribution/log_ratio"].tolist() == [1.0, 2.0, 1.0, 3.0, 0.0]
+    recomputed = with_columns(batch, old_logprobs=-1.0)
+    assert batch_distributions(recomputed)["distribution/log_ratio"].tolist() == [1.0, 2.0, 1.0, 3.0, 0.0]
+    without_engine = recomputed.only(recomputed.names - {"rollout_logprobs"})
+    assert "distribution/log_ratio" not in batch_distributions(without_engine)
 
 
 def test_impossible_logprobs_are_counted_as_not_finite():
@@ -84,7 +86,7 @@ def test_batches_without_rows_rewards_or_trained_tokens():
     }
 
 
-def test_timings():
+def test_timings_are_listed_by_session():
     assert timing_distributions([]) == {}
     found = timing_distributions([Timings(generate_s=1.0, tools_s=2.0, reward_s=0.5), Timings(generate_s=3.0)])
     assert {name: values.tolist() for name, values in found.items()} == {

@@ -74,7 +74,7 @@ def test_junk_is_refused(path, junk):
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = junk
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"a verdict must be an object of Verdict\.to_json"):
         Verdict.from_json(row)
 
 
@@ -90,5 +90,5 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_anything_else_is_refused(row):
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"a verdict must be an object of Verdict\.to_json"):
         Verdict.from_json(row)

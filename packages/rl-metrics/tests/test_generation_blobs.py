@@ -27,7 +27,7 @@ def packed(tables, folder):
     return header, index, [read(chunk["texts"])[0]["rows"] for chunk in header["chunks"]]
 
 
-def test_by_hand(tmp_path):
+def test_packed_tables_equal_those_by_hand(tmp_path):
     tables = [
         table(10, sample("b", score=0.5, components={"acc": 0.5}, data_source="sums", finish="length")),
         table(0, sample("a", failure="boom", ground_truth=[2, None]), name="test/generations"),
@@ -56,7 +56,7 @@ def test_by_hand(tmp_path):
     ]
 
 
-def test_chunks_and_the_newest(tmp_path, monkeypatch):
+def test_only_the_newest_samples_are_kept_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(row_blobs, "CHUNK_SAMPLES", 2)
     monkeypatch.setattr(row_blobs, "CHUNK_CHARACTERS", 50)
     monkeypatch.setattr(row_blobs, "MAX_SAMPLES", 4)
@@ -68,9 +68,10 @@ def test_chunks_and_the_newest(tmp_path, monkeypatch):
     assert [len(rows) for rows in chunks] == [2, 2]
 
 
-def test_none(tmp_path):
+def test_no_tables_have_no_chunks(tmp_path):
     header, index, chunks = packed([], tmp_path)
     assert (header["chunks"], chunks, header["recorded"]) == ([], [], 0)
+    assert index
     assert all(len(values) == 0 for values in index.values())
 
 

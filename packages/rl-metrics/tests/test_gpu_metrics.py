@@ -45,7 +45,7 @@ def test_a_peak_close_to_the_cards_size(owner):
 
 
 @pytest.mark.parametrize("owner", ["perf", "engine", "teacher"])
-def test_a_jump_from_20_to_30_gib(owner):
+def test_a_jump_from_20_to_30_gib_is_found(owner):
     name = f"{owner}__max_memory_allocated_gb"
     assert found(**{name: from_step(STEPS - 2, 20.0, 26.0)}) == {}
     assert found(**{name: from_step(STEPS - 2, 2.0, 3.0)}) == {}, "a small model's peak"

@@ -44,7 +44,7 @@ def test_rules_and_the_table_of_metrics_have_the_same_thresholds(rule, condition
         (-0.3, ["policy_loss"]),
     ],
 )
-def test_the_policy_loss(loss, rules):
+def test_a_large_mean_policy_loss_is_found(loss, rules):
     values = {"actor__pg_loss": np.full(STEPS, loss), "critic__advantages__mean": np.zeros(STEPS)}
     assert [finding.rule for finding in verdict_of(**values).findings] == rules
 
@@ -88,7 +88,7 @@ def test_a_policy_loss_of_large_advantages_has_no_range():
 
 
 @pytest.mark.parametrize(("top", "rules"), [(0.35, []), (0.5, ["loss_jump"])])
-def test_a_jump_of_the_policy_loss(top, rules):
+def test_a_jump_of_the_policy_loss_is_found(top, rules):
     loss = np.full(STEPS, -0.04)
     loss[STEPS - 5] = top
     assert [finding.rule for finding in verdict_of(actor__pg_loss=loss).findings] == rules
@@ -114,14 +114,14 @@ def test_a_kl_loss_has_its_limit_although_the_reward_rises():
 
 
 @pytest.mark.parametrize(("entropy", "status"), [(0.9, "ok"), (1.1, "warning")])
-def test_the_final_entropy(entropy, status):
+def test_the_final_entropy_is_judged_at_the_end(entropy, status):
     changed = {"actor__entropy": np.full(STEPS, entropy)}
     assert judged(is_over=True, **changed)["entropy_final"].status == status
     check = judged(**changed)["entropy_final"]
     assert (check.status, check.reading, check.applies) == ("unknown", "judged at the end of the run", False)
 
 
-def test_the_mean_of_the_gradient_norm():
+def test_the_mean_of_the_gradient_norm_is_judged():
     flat = {"critic__score__mean": np.full(STEPS, 0.5)}
     assert judged(actor__grad_norm=np.full(STEPS, 0.7), **flat)["grad_norm"].status == "ok"
     assert judged(actor__grad_norm=np.full(STEPS, 0.9), **flat)["grad_norm"].status == "warning"
@@ -177,7 +177,7 @@ def test_the_gap_between_training_and_validation_is_narrower_at_the_end():
     )
 
 
-def test_causes_name_the_kl_the_learning_rate_and_the_validation_data():
+def test_causes_mention_what_the_user_can_change():
     rules = {rule.name: rule for rule in GUIDE}
     tried = " ".join(cause.advice for cause in rules["overfitting"].causes)
     assert all(name in tried for name in ("learning rate", "algorithm.kl_coefficient"))

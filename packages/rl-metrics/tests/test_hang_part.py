@@ -19,7 +19,7 @@ def write(folder, report):
     return open_run(folder)
 
 
-def test_a_report_by_hand(tmp_path):
+def test_a_report_is_described_as_by_hand(tmp_path):
     role = {"name": "engine 1", "state": "serving", "since_s": 12.5, "is_answering": False, "doing": "2 responses",
             "counts": {"running": 2}, "stack": STACK}  # fmt: skip
     run = write(tmp_path, {"last_progress": "step 4", "causes": ["the queue does not answer"], "queue": {"ready": 3},
@@ -32,7 +32,7 @@ def test_a_report_by_hand(tmp_path):
     }  # fmt: skip
 
 
-def test_none(tmp_path):
+def test_a_run_without_a_report_has_no_part(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     assert describe_hang(open_run(tmp_path)) is None
 

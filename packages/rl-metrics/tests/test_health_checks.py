@@ -16,14 +16,14 @@ def measured(kind, *columns, window, **limits):
     return found.values.tolist(), found.is_wrong.tolist()
 
 
-def test_level():
+def test_level_is_the_median_of_a_window():
     values, is_wrong = measured("level", [1, 1, 5, 5, 5], window=3, max=2.0)
     assert values == [1, 1, 1, 5, 5]
     assert is_wrong == [False, False, False, True, True]
     assert measured("level", [1, 1, 5, 5, 5], window=1, min=2.0)[1] == [True, True, False, False, False]
 
 
-def test_level_of_a_quotient():
+def test_level_of_a_quotient_is_defined_at_zero():
     values, is_wrong = measured("level", [1, 0, 1, 1], [4, 0, 2, 0], window=1, max=0.4)
     assert values[:3] == [0.25, 0.0, 0.5]  # 0 / 0 counts as 0
     assert is_wrong == [False, False, True, True]  # 1 / 0 exceeds any limit
@@ -90,7 +90,7 @@ def test_risen_is_what_is_still_above_the_start():
     assert is_wrong == [False, False, False, True, False]
 
 
-def test_near_top():
+def test_near_top_is_wrong_from_the_share_on():
     assert measured("near_top", [0.5, 0.99], [1, 1], window=1, min=0.95)[1] == [False, True]
 
 
@@ -122,7 +122,7 @@ def test_the_first_steps_are_no_jumps():
     assert not any(measured("jumps", [1, 9, 9, 9, 9], window=4, times=3.0, count=0.0)[1])
 
 
-def test_leap():
+def test_leap_is_a_multiple_of_the_values_before():
     column = [1] * 8 + [3] * 8
     values, is_wrong = measured("leap", column, window=1, times=2.0)
     assert values[-1] == 3
@@ -130,7 +130,7 @@ def test_leap():
     assert not any(measured("leap", column, window=1, times=2.0, min=4.0)[1])
 
 
-def test_shrunk():
+def test_shrunk_is_a_share_of_the_first_values():
     column = [0.4] * 6 + [0.02] * 6
     values, is_wrong = measured("shrunk", column, window=3, min=0.2, below=0.1)
     assert values[-1] == pytest.approx(0.05)
@@ -138,7 +138,7 @@ def test_shrunk():
     assert not any(measured("shrunk", column, window=3, min=0.2, below=0.01)[1])
 
 
-def test_sudden_fall():
+def test_sudden_fall_is_told_from_a_slow_one():
     falls = [0.5] * 10 + [0.1] * 4
     assert measured("sudden_fall", falls, window=4, min=0.4, least=0.1)[1][-1]
     assert not any(measured("sudden_fall", falls, window=4, min=0.4, least=0.6)[1])
@@ -147,7 +147,7 @@ def test_sudden_fall():
     assert not any(measured("sudden_fall", [0.5], window=4, min=0.4)[1])
 
 
-def test_gap():
+def test_gap_is_judged_against_the_start_and_a_third_curve():
     values, is_wrong = measured("gap", [0.8, 0.9], [0.7, 0.6], window=1, max=0.2)
     assert values == pytest.approx([0.125, 1 / 3])
     assert is_wrong == [False, True]
@@ -167,7 +167,7 @@ def test_cancels_and_the_mean_over_the_run():
     assert is_wrong == [False, True, True]
 
 
-def test_a_rise_within_a_step():
+def test_a_rise_within_a_window_is_found():
     values, is_wrong = measured("rise_within", [-0.1] * 8 + [0.5, -0.1, -0.1], window=2, by=0.5)
     assert values[7:] == pytest.approx([0.0, 0.6, 0.6, 0.0])
     assert is_wrong[7:] == [False, True, True, False]

@@ -36,11 +36,12 @@ def test_a_probe_has_a_kind_thresholds_and_fields(rule, condition):
 
 
 def test_every_metric_that_is_read_is_defined():
-    for _, condition in PROBES:
-        for name in (name for names in condition.reads for name in names):
-            example = name.replace("perf/mfu/*", "perf/mfu/actor").replace("#", "8")
-            example = example.replace("val-core/*/mean", "val-core/x/acc/mean").replace("*", "x_gb")
-            assert example in DEFINITIONS, name
+    read = [name for _, condition in PROBES for names in condition.reads for name in names]
+    assert len(read) > len(PROBES)
+    for name in read:
+        example = name.replace("perf/mfu/*", "perf/mfu/actor").replace("#", "8")
+        example = example.replace("val-core/*/mean", "val-core/x/acc/mean").replace("*", "x_gb")
+        assert example in DEFINITIONS, name
 
 
 def test_causes_name_rules_that_there_are():
@@ -60,6 +61,7 @@ def test_every_threshold_is_used_and_has_a_source():
         assert named == thresholds or (
             named <= thresholds and any(not condition.limits for condition in rule.conditions)
         )
+        assert rule.thresholds
         assert all(threshold.source and threshold.meaning for threshold in rule.thresholds)
 
 

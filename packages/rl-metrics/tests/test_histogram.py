@@ -15,6 +15,7 @@ FLOATS = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False),
     st.floats(-10, 10),
     st.sampled_from([0.0, -0.0, 0.5, 1.0, -1.0, 5e-324, sys.float_info.min, sys.float_info.max, -sys.float_info.max]),
+    st.sampled_from(EDGES[NUM_KEYS - 10 : NUM_KEYS + 10].tolist() + EDGES[2 * NUM_KEYS - 10 : -1].tolist()),
 )
 
 
@@ -62,7 +63,7 @@ def test_the_json_is_compact_and_exact():
     }
 
 
-def test_an_empty_one():
+def test_an_empty_histogram_has_no_bins():
     histogram = of()
     assert (histogram.count, histogram.sum) == (0, 0.0)
     assert all(math.isnan(x) for x in (histogram.mean, histogram.min, histogram.max, histogram.quantile(0.5)))
@@ -120,7 +121,7 @@ def test_a_value_counts_between_the_edges_of_its_bucket(value):
 def test_bins_hold_every_value_between_rising_edges(values, limit):
     edges, counts = of(*values).bins(limit)
     assert counts.sum() == len(values)
-    assert len(counts) <= limit
+    assert len(counts) == max(len(edges) - 1, 0) <= limit
     if values:
         assert (np.diff(edges) > 0).all()
         assert edges[0] <= min(values)
@@ -133,6 +134,13 @@ def test_bins_are_as_numpys_where_buckets_are_narrow():
     assert counts.tolist() == [3, 1, 0, 2]
     edges, counts = of(7.0, 7.0).bins(2)
     assert (edges.tolist(), counts.tolist()) == ([6.5, 7.0, 7.5], [0, 2])
+
+
+def test_a_largest_value_between_two_buckets_counts_in_the_last_bin():
+    between = float(EDGES[NUM_KEYS + 2016])
+    edges, counts = of(0.25, 0.25, between).bins(3)
+    assert edges[-1] == between
+    assert counts.tolist() == [2, *[0] * (len(counts) - 2), 1]
 
 
 def test_no_edge_lies_within_a_bucket():
@@ -159,7 +167,7 @@ def test_what_is_no_number_is_refused(values):
         Histogram().add(values)
 
 
-def test_arrays_of_any_shape_and_type():
+def test_arrays_of_any_shape_and_type_are_added():
     histogram = Histogram()
     histogram.add(np.arange(6, dtype=np.int8).reshape(2, 3))
     histogram.add(np.asarray([True, False]))
@@ -203,5 +211,5 @@ def test_json_of_another_form_is_refused(changed):
 
 @pytest.mark.parametrize("state", [None, [], "x", 3, {}, {"per_octave": 32}])
 def test_what_is_no_histogram_is_refused(state):
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"an object of Histogram\.to_json"):
         Histogram.from_json(state)

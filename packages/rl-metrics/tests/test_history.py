@@ -86,7 +86,7 @@ def test_repeated_and_late_lines_by_hand(tmp_path):
     np.testing.assert_array_equal(history.get("val"), [10.0, math.nan, math.nan, 42.0])
     assert history.get("no such metric") is None
     assert "a" in history.values
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="no such metric"):
         history.values["no such metric"]
 
 
@@ -214,4 +214,5 @@ def test_1_000_000_lines_of_10_metrics(tmp_path):
     write_many(path, 1_000_000)
     history = read_history(path)
     assert len(history.steps) == 1_000_000
+    assert history.values
     assert all(np.isfinite(column).all() for column in history.values.values())

@@ -54,7 +54,7 @@ def test_a_task_that_is_solved_needs_no_more_reward_nor_entropy():
 # -- faults
 
 
-def test_learning_rate_too_high():
+def test_a_learning_rate_that_is_too_high_is_found():
     verdict = verdict_of(
         critic__score__mean=from_step(8, 0.55, 0.0),
         rollout__groups_without_spread_ratio=from_step(8, 0.3, 1.0),
@@ -87,7 +87,7 @@ def test_reward_always_zero():
     assert rest["no_advantages"].causes[0] == "every reward is 0"
 
 
-def test_stale_weights():
+def test_stale_weights_are_found():
     grows = np.linspace(0.0, 0.2, STEPS)
     verdict = verdict_of(
         critic__score__mean=0.55 + noise(0.01),
@@ -142,7 +142,7 @@ def test_old_rollouts_may_differ():
     assert verdict.findings == ()
 
 
-def test_kl_too_strong():
+def test_a_kl_penalty_that_is_too_strong_is_found():
     verdict = verdict_of(
         critic__score__mean=0.55 + noise(0.015),
         actor__entropy=np.full(STEPS, 0.25),
@@ -156,7 +156,7 @@ def test_kl_too_strong():
     assert [finding.rule for finding in verdict.findings] == ["policy_held", "reward_flat"]
 
 
-def test_entropy_collapse():
+def test_entropy_collapse_is_found_first():
     verdict = verdict_of(
         critic__score__mean=0.55 + noise(0.01),
         actor__entropy=0.25 * np.exp(-np.arange(STEPS) / 6.0) + 0.001,
@@ -166,7 +166,7 @@ def test_entropy_collapse():
     assert {"without_spread", "reward_flat"} <= {finding.rule for finding in verdict.findings}
 
 
-def test_truncated_responses():
+def test_truncated_responses_are_found_first():
     verdict = verdict_of(
         **NO_REWARD,
         response_length__clip_ratio=np.ones(STEPS),
@@ -177,7 +177,7 @@ def test_truncated_responses():
     assert verdict.findings[1].causes[0] == "responses are cut before they have an answer"
 
 
-def test_slow_reward():
+def test_a_slow_reward_is_found():
     verdict = verdict_of(
         timing_s__reward=from_step(20, 0.001, 2.0),
         timing_s__step=from_step(20, 1.5, 3.5),
@@ -261,7 +261,7 @@ def test_the_newest_reason_of_failed_rewards_is_evidence():
 # -- thresholds
 
 
-def test_thresholds_of_a_user():
+def test_thresholds_of_a_user_replace_the_guides():
     values = healthy() | {"actor/ppo_kl": np.full(STEPS, 0.04)}
     assert [one.rule for one in judge(history(values)).findings] == ["kl_high"]
     assert judge(history(values), thresholds={"kl_high.max": 0.05}).findings == ()
@@ -336,7 +336,8 @@ EVENTS = st.dictionaries(
 
 @given(st.lists(EVENTS, max_size=5))
 def test_no_event_breaks_a_rule(events):
-    judge(history(healthy(5)), events=events)
+    found = judge(history(healthy(5)), events=events)
+    assert Verdict.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 # -- the checklist

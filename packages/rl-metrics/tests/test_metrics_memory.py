@@ -29,7 +29,7 @@ def test_without_proc_there_is_nothing(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux")
-def test_this_process():
+def test_this_process_reports_defined_metrics():
     metrics = memory_metrics()
     assert 0.01 < metrics["perf/process_memory_gb"] < 1000
     for name in metrics:
@@ -43,7 +43,14 @@ def test_children_are_found_without_the_lists_of_linux_too(tmp_path):
         child.communicate(b"\n")
 
 
-def test_a_process_and_its_children():
+def test_children_of_children_are_found_too(tmp_path):
+    for parent, child in ((7, "8 9"), (8, "10"), (9, ""), (10, "")):
+        (tmp_path / str(parent) / "task" / "1").mkdir(parents=True)
+        (tmp_path / str(parent) / "task" / "1" / "children").write_text(child)
+    assert sorted(_all_children(tmp_path, 7)) == [8, 9, 10]
+
+
+def test_a_process_is_measured_apart_from_its_children():
     child = subprocess.Popen([sys.executable, "-c", "x = bytearray(2**26); print(); input()"], stdin=PIPE, stdout=PIPE)
     try:
         assert child.stdout is not None
@@ -59,8 +66,9 @@ def test_a_process_and_its_children():
     assert memory_of("engine", pid=child.pid) == {}
 
 
-def test_a_watch_measures_when_it_is_due():
-    watch = MemoryWatch("trainer", every=2)
+def test_a_watch_measures_when_it_is_due_and_traces_only_if_it_is_asked_to():
+    watch = MemoryWatch("trainer", say=lambda *_, **__: None, every=2)
+    assert not tracemalloc.is_tracing()
     assert [step for step in range(11, 18) if watch.step(step)] == [11, 13, 15, 17]
 
 

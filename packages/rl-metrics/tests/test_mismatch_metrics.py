@@ -31,7 +31,7 @@ def batch_of(old, rollout, mask):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_golden_values(seed):
+def test_metrics_equal_golden_values(seed):
     path = GOLDEN / f"objectives_{seed}.npz"
     if not path.is_file():
         pytest.skip(f"{path} is in the checkout only")
@@ -62,21 +62,29 @@ def test_hand_computed_and_masked_tokens_do_not_count():
     old = [np.log([0.5, 0.25, 0.9])]
     rollout = [np.log([0.25, 0.5, 0.1])]
     metrics = summarize_mismatch(batch_of(old, rollout, [[1, 1, 0]]))
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.25, rel=1e-6)
-    assert metrics["training/rollout_probs_diff_std"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(-1.0)
     assert metrics["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["rollout_corr/chi2_token"] == pytest.approx((4 + 0.25) / 2 - 1, rel=1e-6)
     assert metrics["rollout_corr/training_ppl"] == pytest.approx(8**0.5, rel=1e-6)
 
 
-def test_one_token_has_no_correlation():
-    metrics = summarize_mismatch(batch_of([[-1.0]], [[-2.0]], [[1]]))
+def test_differences_of_probabilities():
+    metrics = summarize_mismatch(batch_of([np.log([0.5, 0.3])], [np.log([0.25, 0.4])], [[1, 1]]))
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.175, rel=1e-6)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.25, rel=1e-6)
+    assert metrics["training/rollout_probs_diff_std"] == pytest.approx(0.15 / 2**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rollout"), [([-1.0], [-2.0]), ([-1.0, -1.0], [-2.0, -3.0]), ([-2.0, -3.0], [-1.0, -1.0])]
+)
+def test_one_token_or_equal_ones_have_no_correlation(policy, rollout):
+    metrics = summarize_mismatch(batch_of([policy], [rollout], [[1] * len(policy)]))
     assert "training/rollout_actor_probs_pearson_corr" not in metrics
-    assert metrics["rollout_corr/kl"] == -1.0
+    assert metrics["rollout_corr/kl"] == pytest.approx(np.mean(rollout) - np.mean(policy))
 
 
-def test_nothing_trains():
+def test_rows_that_train_nothing_have_no_metrics():
     assert summarize_mismatch(batch_of([[-1.0]], [[-2.0]], [[0]])) == {}
 
 

@@ -134,7 +134,7 @@ def test_an_imitation_of_texts_has_no_teacher(tmp_path):
     )
 
 
-def test_a_distillation(tmp_path):
+def test_a_distillation_is_summarized_with_its_divergence(tmp_path):
     settings = SETTINGS + '[distillation]\nloss = "reverse_kl"\n[distillation.teachers.adder]\nmodel = "big"\n'
     rows = [{"actor/distillation/loss": 1.0 / step, VALIDATION: 0.1 * step} for step in range(1, 9)]
     found = outcome_of(tmp_path, rows, events=FINISHED, settings=settings)
@@ -197,7 +197,7 @@ def test_a_source_that_fell_is_not_hidden_by_one_that_rose(tmp_path):
     )
 
 
-def test_times_without_a_summary(tmp_path):
+def test_times_are_estimated_without_a_summary(tmp_path):
     rows = [{"timing_s/step": 2.0, "rollout/num_trajectories": 16.0}] * 5
     found = outcome_of(tmp_path, rows)
     assert (found["wall_s"], found["num_samples"], found["samples_per_s"], found["step_s"]) == (40.0, 80.0, 8.0, 2.0)
@@ -221,7 +221,7 @@ def test_settings_of_another_shape_stop_nothing(tmp_path, settings):
     assert outcome_of(tmp_path, rows, settings=settings, summary=summary)["sentence"]
 
 
-def test_wilson_by_hand():
+def test_wilson_intervals_equal_those_by_hand():
     for share, count, expected in (
         (0.5, 100, (0.40383, 0.59617)),
         (0.0, 10, (0.0, 0.27753)),

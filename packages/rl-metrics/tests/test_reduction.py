@@ -26,7 +26,7 @@ def recorder():
     return Recorder(definitions=TABLE, strict=True)
 
 
-def test_hand_computed():
+def test_reductions_equal_hand_computed_ones():
     record = recorder()
     for value, weight in ((1.0, 3.0), (2.0, 1.0), (10.0, 0.0)):
         for name in ("mean", "sum", "min", "max", "last"):
@@ -300,3 +300,21 @@ def test_an_undefined_histogram_raises_when_strict_and_is_one_when_not():
     assert loose.histograms()["nonsense"].count == 1
     with pytest.raises(DataError, match="is a histogram"):
         loose.record("nonsense", 1.0)
+
+
+class Broken:
+    """A number whose device fails, with a number of dimensions, as a tensor has."""
+
+    def __init__(self, ndim):
+        self.ndim = ndim
+
+    def __float__(self):
+        raise RuntimeError("the device is lost")
+
+
+def test_a_device_that_fails_is_not_taken_for_a_wrong_value():
+    record = Recorder()
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        record.record("mean", Broken(ndim=0))
+    with pytest.raises(DataError, match=r"found Broken \(the device is lost\)"):
+        record.record("mean", Broken(ndim=1))

@@ -26,7 +26,7 @@ def packed(rows, folder, num_recorded=None):
     return header, index, [(read(chunk["texts"])[0]["rows"], *read(chunk["tokens"])) for chunk in header["chunks"]]
 
 
-def test_the_index_by_hand(tmp_path):
+def test_the_index_equals_one_by_hand(tmp_path):
     whole = row(
         reward=0.5,
         timings={"generate_s": 1.5, "reward_s": 0.25, "preemptions": 4},
@@ -106,9 +106,10 @@ def test_chunks_end_by_rows_tokens_and_characters(tmp_path, monkeypatch):
     assert index["step"].tolist() == [3] * 6
 
 
-def test_none_at_all(tmp_path):
+def test_no_rows_have_no_chunks(tmp_path):
     header, index, chunks = packed([], tmp_path)
     assert (header["chunks"], chunks) == ([], [])
+    assert index
     assert all(len(values) == 0 for values in index.values())
 
 
@@ -120,7 +121,7 @@ def test_names_for_filters_are_cut_and_texts_are_not(tmp_path):
     assert texts[0][7] == "f" * 5000
 
 
-def test_hostile_numbers(tmp_path):
+def test_hostile_numbers_are_clamped_or_nan(tmp_path):
     strange = row(step=2**60, policy_version=-(2**60), reward=math.inf, tokens=("a",), mask=(True,),
                   columns={"token_ids": (1e300,), "versions": (math.inf,), "rollout_logprobs": (900.0,),
                            "policy_logprobs": (-math.inf,)}, timings={"generate_s": math.nan})  # fmt: skip

@@ -98,8 +98,8 @@ def test_every_name_is_defined():
         | summarize_components([{"format": 1.0}])
         | summarize_speed(num_tokens=1, num_trajectories=1, step_s=1.0)
     )
-    for name in names:
-        DEFINITIONS.lookup(name)
+    assert len(names) > 20
+    assert [name for name in names if name not in DEFINITIONS] == []
 
 
 def test_turns_hand_computed():
@@ -156,7 +156,7 @@ def test_an_unscored_trajectory_is_no_zero():
     assert "rollout/groups_without_spread_ratio" not in metrics
 
 
-def test_nothing_scored():
+def test_unscored_trajectories_are_counted():
     assert summarize_rewards(np.array([np.nan]), group_index=np.array([0])) == {"rollout/unscored_trajectories": 1.0}
 
 
@@ -218,7 +218,7 @@ def test_components_count_where_they_are():
     assert summarize_components([]) == {}
 
 
-def test_speed():
+def test_speed_is_computed_per_device():
     assert summarize_speed(num_tokens=1000, num_trajectories=20, step_s=2.0, num_devices=4) == {
         "perf/total_num_tokens": 1000.0,
         "perf/time_per_step": 2.0,

@@ -57,7 +57,7 @@ def test_a_verdict_that_cannot_be_read_is_made_anew(folder, content):
     assert verdict.checks
 
 
-def test_quantiles_by_hand(folder):
+def test_quantiles_equal_those_by_hand(folder):
     histogram = Histogram()
     histogram.add(np.arange(101.0))
     rows = [{"step": 2, "time": 0.0, "histograms": {"distribution/reward": histogram.to_json(), "torn": {"count": 1}}}]
@@ -111,7 +111,7 @@ def probe(step, token, candidates, position=0):
                     token=token, logprob=-0.5, candidates=candidates)  # fmt: skip
 
 
-def test_probes_by_token_and_candidate():
+def test_probes_are_packed_by_token_and_candidate():
     rows = [
         probe(1, "2", (("3", -0.1), ("2", -2.5))),
         probe(1, "x", (), position=1),

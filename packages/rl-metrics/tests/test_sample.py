@@ -59,6 +59,6 @@ def test_unscored_ones_come_before_low_rewards():
     assert kept.sum() == 4
 
 
-def test_hostile_names():
+def test_hostile_names_are_chosen_like_others():
     kept, _ = choose([row("\ud800", 1.0), row("", 0.0), row("\0", 1.0)], limit=2)
     assert kept.sum() == 2

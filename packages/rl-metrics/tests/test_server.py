@@ -112,15 +112,15 @@ def test_a_run_that_vanishes_leaves_the_last_report(server, folder):
 
 
 def test_it_cannot_begin(folder, tmp_path, server):
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="there is no such folder or file"):
         ReportServer([tmp_path / "nothing"])
-    with pytest.raises(SettingsError):
+    with pytest.raises(SettingsError, match="a report needs at least one run"):
         ReportServer([])
     with pytest.raises(OSError, match="in use"):
         ReportServer([folder], port=server.port)
 
 
-def test_closing_twice(folder):
+def test_closing_twice_removes_the_parts_once(folder):
     server = ReportServer([folder])
     parts = server._folder
     assert list(parts.iterdir())

@@ -39,6 +39,7 @@ def test_utilization_is_of_all_devices_and_of_each_role_that_took_time():
         STEP, flops={"actor": 8e12, "ref": 5e11, "critic": 8e12}, peak_tflops=10.0, num_devices=2
     )
     assert found == {"perf/mfu/actor": pytest.approx(0.1), "perf/mfu/ref": pytest.approx(0.05)}
+    assert model_flops_utilization({}, flops={"actor": 8e12}, peak_tflops=10.0) == {}
     for name in found:
         DEFINITIONS.lookup(name)
 

@@ -25,7 +25,7 @@ DRAWS = 1000
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
-def test_golden_values(path):
+def test_metrics_equal_golden_values(path):
     golden = np.load(path, allow_pickle=False)
     metrics = summarize_validation(
         ValidationResponses(
@@ -56,7 +56,7 @@ def test_there_are_golden_values():
     assert FILES, f"no .npz in {GOLDEN}; set GOLDEN_DIR"
 
 
-def test_hand_computed():
+def test_metrics_equal_hand_computed_ones():
     metrics = summarize(
         ["p", "q", "p", "q", "r"],
         ["gsm8k", "gsm8k", "gsm8k", "gsm8k", "math"],
@@ -128,7 +128,7 @@ def test_one_uid_in_two_sources_is_two_prompts():
     assert metrics["val-core/b/acc/mean@1"] == 0.0
 
 
-def test_nothing_to_validate():
+def test_no_responses_have_no_metrics():
     assert summarize([], []) == {}
     assert summarize([], [], acc=[]) == {}
 
@@ -333,7 +333,7 @@ def test_nothing_but_missing_values():
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.floats(-1e3, 1e3)), min_size=1, max_size=40),
     st.randoms(use_true_random=False),
 )
-def test_agrees_with_a_loop_in_any_order(rows, random):
+def test_metrics_agree_with_a_loop_in_any_order(rows, random):
     random.shuffle(rows)
     metrics = summarize([f"u{u}" for u, _, _ in rows], [f"s{s}" for _, s, _ in rows], reward=[v for _, _, v in rows])
     for source in {s for _, s, _ in rows}:

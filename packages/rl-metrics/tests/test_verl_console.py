@@ -40,7 +40,7 @@ from rl_metrics.run_files.run_record import open_run
         ("step:x - a:1", None),
     ],
 )
-def test_lines_of_a_console(line, read):
+def test_lines_of_a_console_are_read_or_skipped(line, read):
     assert step_of_line(line) == read
 
 

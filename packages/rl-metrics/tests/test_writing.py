@@ -73,7 +73,7 @@ def test_no_text_of_a_run_is_in_the_page_itself(folder, tmp_path):
     assert kinds.count(None) == 2  # the library and the page's own script
 
 
-def test_several_runs(folder, tmp_path):
+def test_several_runs_are_written_into_one_report(folder, tmp_path):
     InventedRun(steps=3, trajectories=8, is_finished=False).write(tmp_path / "other" / "run")
     write_report([open_run(folder), open_run(tmp_path / "other" / "run")], tmp_path / "a.html")
     first, second = read_report(tmp_path / "a.html")
@@ -88,13 +88,13 @@ def test_a_run_that_has_just_begun(tmp_path):
     assert (run.header["step"], run.header["curves"], run.texts) == (0, [], [])
 
 
-def test_metrics_alone(tmp_path):
+def test_metrics_alone_give_a_report(tmp_path):
     (tmp_path / "theirs.jsonl").write_text('{"step":1,"time":1.0,"loss":0.5}\n')
     write_report([open_run(tmp_path / "theirs.jsonl")], tmp_path / "a.html")
     assert read_report(tmp_path / "a.html")[0].header["name"] == "theirs"
 
 
-def test_torn_files(folder, tmp_path):
+def test_torn_files_give_what_is_whole(folder, tmp_path):
     for file in folder.iterdir():
         content = file.read_bytes()
         if file.suffix == ".jsonl":
@@ -143,7 +143,7 @@ def test_what_makes_no_report(folder, tmp_path):
     assert not (tmp_path / "a.html").exists()
 
 
-def test_the_command(folder, tmp_path, capsys):
+def test_the_command_writes_a_report(folder, tmp_path, capsys):
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}/report.html\n"
     assert (folder / "report.html").read_bytes().startswith(page_head("run")[:15])

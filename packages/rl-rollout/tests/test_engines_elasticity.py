@@ -328,7 +328,7 @@ def test_each_request_to_a_replica_without_weights_waits_only_so_long(monkeypatc
 
     async def work(engine: ReplicatedEngine) -> None:
         await publish(engine, 4)
-        with pytest.raises(WeightProofError):
+        with pytest.raises(WeightProofError, match="the engine serves something else"):
             await publish(engine, 5)
         for _ in range(2):
             with pytest.raises(DeadlineError, match="replica 0 could not load the current weights"):

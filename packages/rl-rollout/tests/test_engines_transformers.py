@@ -103,7 +103,7 @@ class SuiteRanks(TwoRanks):
     "check",
     [UpdateChecks.test_an_update_replaces_what_is_served, UpdateChecks.test_a_refused_update_changes_nothing],
 )
-def test_weights_over_the_network(
+def test_weights_are_updated_over_the_network(
     check: Callable[..., None], transport: Callable[[], Any], engine: TransformersEngine, tied_model_dir: Path
 ) -> None:
     suite = UpdateChecks()

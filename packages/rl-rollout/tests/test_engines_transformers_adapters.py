@@ -113,6 +113,7 @@ def test_low_precision_is_read_back_as_the_engine_holds_it(tied_model_dir: Path)
     update, receipt = asyncio.run(AdapterConformance().publish(engine, tied_model_dir, adapter, version=1))
     assert torch.equal(state, torch.get_rng_state()), "an update must not change what a learner of this process draws"
     assert receipt.problems == ()
+    assert update.digests
     assert all(np.isfinite(receipt.live[name]).all() for name in update.digests)
     asyncio.run(engine.close())
 

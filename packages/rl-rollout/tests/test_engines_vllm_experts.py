@@ -245,6 +245,7 @@ def test_a_response_that_is_aborted_has_what_was_computed(
         return await running
 
     samples = asyncio.run(cut())
+    assert samples
     assert all(sample.finish_reason == "abort" and len(sample.token_ids) > 1 for sample in samples)
     reference.check_all([request], [samples])
 
@@ -284,6 +285,7 @@ def test_a_response_that_goes_on_under_other_weights_keeps_the_experts_that_samp
     original = embeddings.clone()
     with_noise(embeddings)
     samples = asyncio.run(change_midway())
+    assert samples
     assert all(sample.num_preempted == 1 for sample in samples)
     for sample, count in zip(samples, num_sampled.copy(), strict=True):
         sequence, first_new = joined(request.input_ids, sample), 70 + count - 1
@@ -336,6 +338,7 @@ def test_any_mix_of_requests_updates_resets_and_aborts(
     def check(requests: Sequence[GenerateRequest], groups: Sequence[Sequence[Generation]]) -> None:
         pairs = [(request, sample) for request, group in zip(requests, groups, strict=True) for sample in group]
         early = [sample.routed_experts for _, sample in pairs if not len(sample.token_ids)]
+        assert early
         assert all(told is None or (told == -1).all() for told in early)  # aborted before their first token
         begun = [(request, sample) for request, sample in pairs if len(sample.token_ids)]
         sequences = [joined(request.input_ids, sample) for request, sample in begun]

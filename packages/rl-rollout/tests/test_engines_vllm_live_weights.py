@@ -176,6 +176,6 @@ def test_of_differing_copies_the_worst_is_told() -> None:
         np.testing.assert_array_equal(join_parts([{"a": [one]} for one in ranks], expected)["a"], [0.0, 2.5, np.nan])
 
 
-def test_summands_add_up() -> None:
+def test_summands_of_ranks_add_up() -> None:
     ranks = [{"a": [part([1.0, 2.0, 3.0], is_summand=True)]}, {"a": [part([10.0, 20.0, 30.0], is_summand=True)]}]
     assert join_parts(ranks, {})["a"].tolist() == [11.0, 22.0, 33.0]

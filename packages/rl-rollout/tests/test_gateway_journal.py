@@ -53,7 +53,9 @@ def test_after_a_kill_the_same_key_goes_on_with_exactly_the_same_tree(tmp_path):
             session = gateway.open("p", 3, metadata={"task": 7})
             conversation = await some_turns(gateway, session.key)
             shutil.copytree(tmp_path / "first", tmp_path / "second")
-            assert all(session.key.encode() not in one.read_bytes() for one in (tmp_path / "first").iterdir())
+            files = sorted((tmp_path / "first").iterdir())
+            assert files
+            assert all(session.key.encode() not in one.read_bytes() for one in files)
             await said(gateway, session.key, conversation)
             session.set_reward(0.5)
             lasting = await gateway.finish(session)

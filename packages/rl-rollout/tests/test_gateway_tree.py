@@ -1,5 +1,6 @@
 """The tree of a session: sampled tokens never change, and each trains once, in its own context."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +9,14 @@ from chat_model import CHATML, THINKING, TOOLS, encode, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_core.data import ImageSpan
 from rl_core.errors import DataError
 from rl_rollout.audit import audit_session
 from rl_rollout.engines.protocol import Generation
 from rl_rollout.gateway.messages import Call, ChatMessage, context_digests
 from rl_rollout.gateway.placing import ConversationEncoder
 from rl_rollout.gateway.replies import ReplyReader
-from rl_rollout.gateway.tree import Sample, SessionTree, Turn, digest_of
+from rl_rollout.gateway.tree import Sample, SessionTree, Turn, _likeliest, digest_of
 from rl_rollout.tools.parsers import resolve_parser
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2.0]}}</tool_call>'
@@ -445,3 +447,105 @@ def test_a_call_in_another_conversation_gets_no_text():
     sent = ChatMessage(role="assistant", calls=reply.calls)
     talk.ask([user("Compacted."), sent, ChatMessage(role="tool", content="3")], "3", tools=TOOLS)
     assert "I add." not in talk.text(talk.trajectories()[1])
+
+
+def make_sample(turn, token_ids=(1,), *, ids=(), reasoning="", **fields):
+    tokens = np.array(token_ids, np.int32)
+    versions = np.zeros(len(tokens), np.int32)
+    generation = Generation(token_ids=tokens, logprobs=versions - 1.0, policy_versions=versions, finish_reason="stop")
+    fields = {"request_index": 0, "asked_digest": b"", "kept_ids": tokens, **fields}
+    return Sample(turn=turn, message=foreign(ids=ids, reasoning=reasoning), generation=generation, **fields)
+
+
+@pytest.mark.parametrize(
+    ("sent", "candidates", "expected"),
+    [
+        ({}, [{}, {}], 1),
+        ({"ids": ("c", "d")}, [{"ids": ("c", "d")}, {"ids": ("d", "c")}], 0),
+        ({"ids": ("c", "d")}, [{"ids": ("c", "d"), "never_trains": True}, {"reasoning": "hm"}], 0),
+        ({"ids": ("c",)}, [{}, {"ids": ("d",)}], 1),
+        ({}, [{}, {"ids": ("c",)}], 1),
+        ({"reasoning": " hm"}, [{"reasoning": "hm\n"}, {"reasoning": "so"}], 0),
+        ({"reasoning": "hm", "ids": ("c",)}, [{"ids": ("c",)}, {"reasoning": "hm"}], 0),
+        ({"reasoning": "hm"}, [{"reasoning": "hm", "is_delivered": False}, {}], 0),
+        ({}, [{}, {"reasoning": "so"}], 1),
+        ({}, [{}, {"is_delivered": False}], 0),
+        ({}, [{}, {"never_trains": True}], 0),
+        ({}, [{"is_delivered": False}, {"never_trains": True}], 1),
+    ],
+)
+def test_of_equivalent_samples_the_client_means_the_one_whose_ids_or_reasoning_it_repeats(sent, candidates, expected):
+    turn = Turn(after=None, new_ids=np.array([1], np.int32))
+    samples = [make_sample(turn, **fields) for fields in candidates]
+    assert (
+        samples.index(_likeliest(samples, foreign(ids=sent.get("ids", ()), reasoning=sent.get("reasoning", ""))))
+        == expected
+    )
+
+
+def test_a_prompt_of_tokens_follows_the_longest_sample_with_which_it_begins():
+    forks = 0
+    for seed in range(20):
+        draw, tree, turns = random.Random(seed), SessionTree(), []
+        for number in range(25):
+            said = [[*one.turn.input_ids, *one.kept_ids] for one in tree.samples]
+            start = draw.choice([[], *said])
+            prompt = np.array([*start, *draw.choices([1, 2], k=draw.randint(0 if start else 1, 2))], np.int32)
+            place, num_said = tree.place_tokens(prompt)
+            matching = [index for index, one in enumerate(said) if one == prompt[: len(one)].tolist()]
+            longest = max(matching, key=lambda index: (len(said[index]), index), default=None)
+            assert num_said == (0 if longest is None else len(said[longest]))
+            assert place.after is (None if longest is None else tree.samples[longest])
+            beside = [turn for turn in turns if turn.after is place.after]
+            same = [turn for turn in beside if turn.input_ids.tolist() == prompt.tolist()]
+            assert place.turn is (same[0] if same else None)
+            assert place.is_fork == (longest is not None and bool(beside) and not same)
+            assert (place.num_matched, place.num_known, place.knows_tools) == (0, 0, True)
+            forks += place.is_fork
+            turn = tree.open_turn(Turn(after=place.after, new_ids=prompt[num_said:], key=place.key), [b"tools"])
+            assert turn.input_ids.tolist() == prompt.tolist()
+            assert turn is place.turn or not same
+            turns += [] if same else [turn]
+            kept = draw.choices([1, 2], k=draw.randint(1, 2))
+            tree.add(make_sample(turn, kept, request_index=number), [b"tools"])
+    assert forks > 20
+
+
+def test_a_trajectory_has_the_times_of_the_samples_that_it_trains_and_the_end_of_its_last():
+    talk = Talk()
+    history = [user("a")]
+    history += [talk.ask(history, "A", generate_s=1.0), user("b")]
+    reply = talk.ask(history, "B", generate_s=2.0)
+    talk.ask([*history[:-1], user("c")], "C", generate_s=4.0)
+    talk.ask([*history, reply, user("d")], "D", generate_s=8.0, never_trains=True)
+    for number, sample in enumerate(talk.tree.samples):
+        reasons = ("stop", "length", "stop", "stop")
+        sample.generation = replace(sample.generation, num_preempted=10**number, finish_reason=reasons[number])
+    one, two = talk.tree.trajectories("p", 3)
+    assert (one.timings.generate_s, one.timings.preemptions, one.finish_reason) == (3.0, 11, "length")
+    assert (two.timings.generate_s, two.timings.preemptions, two.finish_reason) == (4.0, 100, "stop")
+    assert [(row.prompt_uid, row.session_index, row.output_index) for row in (one, two)] == [("p", 3, 0), ("p", 3, 1)]
+    plain = Talk()
+    plain.ask([user("a")], "A")
+    (row,) = plain.tree.trajectories("p", 0)
+    assert (row.timings.generate_s, row.timings.preemptions) == (0.0, 0)
+    assert SessionTree().is_empty
+    assert not talk.tree.is_empty
+
+
+def test_images_lie_after_the_tokens_of_all_turns_before_them():
+    def image(digest, start):
+        return ImageSpan(digest=digest * 64, start=start, length=2)
+
+    first = Turn(after=None, new_ids=np.zeros(5, np.int32), new_images=(image("a", 1), image("b", 3)))
+    second = Turn(after=make_sample(first, [1, 2, 3]), new_ids=np.zeros(4, np.int32), new_images=(image("c", 2),))
+    third = Turn(after=make_sample(second, [1]), new_ids=np.zeros(3, np.int32), new_images=(image("d", 0),))
+    assert [(one.digest[0], one.start, one.length) for one in third.images] == [
+        ("a", 1, 2),
+        ("b", 3, 2),
+        ("c", 5 + 3 + 2, 2),
+        ("d", 5 + 3 + 4 + 1, 2),
+    ]
+    assert first.images == first.new_images
+    digests = {digest_of(np.arange(3), images) for images in ((), first.images, (image("a", 2),), (image("b", 1),))}
+    assert len(digests) == 4

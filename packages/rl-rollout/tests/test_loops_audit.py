@@ -1,4 +1,7 @@
 import asyncio
+import random
+import re
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +22,7 @@ from rl_rollout import (
     SingleTurnLoop,
     quick,
 )
-from rl_rollout.audit import RecordingEngine, SampledSpan, audit_experts, audit_session, audit_trajectory
+from rl_rollout.audit import RecordingEngine, SampledSpan, _check_once, audit_experts, audit_session, audit_trajectory
 from rl_rollout.engines.scripted import ScriptedEngine
 from rl_rollout.loops.outcomes import join_experts
 
@@ -177,6 +180,8 @@ def test_sessions_may_share_what_was_sampled_once():
     other = replace(TRAJECTORY, session_index=1)
     audit_session([TRAJECTORY], SPANS, group=[TRAJECTORY, other])
     audit_session([other], SPANS, group=[TRAJECTORY, other])
+    turns = [cut_at(TRAJECTORY, 5), masked_before(TRAJECTORY, 6, output_index=1)]
+    audit_session(turns, SPANS, group=[*turns, other])
 
 
 def test_nothing_trained_passes_without_requests():
@@ -392,6 +397,141 @@ def test_experts_that_nobody_told_are_found():
             audit_experts(replace(TRAJECTORY, routed_experts=experts), spans)
 
 
+# -- random sessions of few tokens, judged by the definitions
+
+
+def begins(span, trajectory, stop):
+    """Whether the trajectory's tokens before `stop` are those of the request and its response."""
+    said = [*span.input_ids, *span.token_ids]
+    return stop <= len(said) and said[:stop] == trajectory.input_ids[:stop].tolist()
+
+
+def sampled(span, trajectory, position):
+    """Whether the span proves a trained token."""
+    index = position - len(span.input_ids)
+    return (
+        index >= 0
+        and begins(span, trajectory, position + 1)
+        and span.logprobs[index] == trajectory.rollout_logprobs[position]
+        and span.policy_versions[index] == trajectory.policy_versions[position]
+    )
+
+
+def wrong_rows(trajectory, spans):
+    """Return the rows of experts that no request reported where it decides."""
+    last = int(np.flatnonzero(trajectory.loss_mask).max(initial=0))
+    wrong = []
+    for row in range(last):
+        telling = [one for one in spans if row < len(one.routed_experts) and one.routed_experts[row].max() >= 0]
+        deciding = [one for one in telling if trajectory.loss_mask[row + 1] and sampled(one, trajectory, row + 1)]
+        inputs = [one for one in telling if begins(one, trajectory, max(row + 1, len(one.input_ids)))]
+        inputs = [one for one in inputs if len(one.token_ids) and len(one.input_ids) < len(trajectory.input_ids)]
+        told = [one.routed_experts[row].tolist() for one in deciding or inputs] or [[[-1], [-1]]]
+        if trajectory.routed_experts[row].tolist() not in told:
+            wrong.append(row)
+    return wrong
+
+
+def draw_trajectory(draw, tokens, **changes):
+    """Draw which of the tokens train, with one of two logprobs and versions each."""
+    mask = np.array([draw.random() < 0.5 for _ in tokens])
+    return Trajectory(
+        prompt_uid="p",
+        session_index=draw.randint(0, 3),
+        input_ids=ids(*tokens),
+        loss_mask=mask,
+        rollout_logprobs=np.array([-draw.choice([1.0, 1.0, 2.0]) * one for one in mask], np.float32),
+        policy_versions=np.array([draw.choice([3, 3, 4]) if one else -1 for one in mask], np.int32),
+        **changes,
+    )
+
+
+def draw_span(draw, tokens, experts):
+    """Draw a request whose tokens are often those of the trajectory, and what it reported, sometimes nothing."""
+    said = list(tokens) if draw.random() < 0.6 else [draw.choice([token, token, token, 5]) for token in tokens]
+    said = said[: draw.randint(1, len(said))] + [1] * (draw.random() < 0.3)
+    cut = draw.randint(1, len(said))
+    given = span(said[:cut], said[cut:], [-draw.choice([1.0, 1.0, 2.0]) for _ in said[cut:]], draw.choice([3, 3, 4]))
+    rows = [draw.choice([*row, *row, [[7], [7]], [[-1], [-1]]]) for row in experts[: len(said)]]
+    rows += [[[-1], [-1]]] * (len(said) - len(rows))
+    return replace(given, routed_experts=np.array(rows, np.int16))
+
+
+def draw_case(seed):
+    """Draw the tokens of a session, its requests, and the experts of each token, of which one is usual."""
+    draw = random.Random(seed)
+    tokens = [draw.randint(1, 3) for _ in range(draw.randint(2, 6))]
+    experts = [[[[draw.randint(0, 1)], [2]]] for _ in tokens]
+    return draw, tokens, experts, [draw_span(draw, tokens, experts) for _ in range(draw.randint(1, 6))]
+
+
+def found_position(audit):
+    try:
+        audit()
+    except DataError as error:
+        return int(re.search(r"token (\d+)", str(error)).group(1))
+    return None
+
+
+def test_a_session_passes_if_and_only_if_each_trained_token_was_sampled_there():
+    found = Counter()
+    for seed in range(600):
+        draw, tokens, _, spans = draw_case(seed)
+        row = draw_trajectory(draw, tokens)
+        trained = np.flatnonzero(row.loss_mask).tolist()
+        unproven = [position for position in trained if not any(sampled(one, row, position) for one in spans)]
+        position = found_position(lambda row=row, spans=spans: audit_trajectory(row, spans))
+        assert position == next(iter(unproven), None), seed
+        found[position is None] += 1
+    assert min(found.values()) > 50
+
+
+def test_experts_pass_if_and_only_if_the_request_that_decides_reported_them():
+    found = Counter()
+    for seed in range(600):
+        draw, tokens, experts, spans = draw_case(seed)
+        rows = [draw.choice([*row] * 6 + [[[-1], [-1]], [[7], [7]]]) for row in experts]
+        row = draw_trajectory(draw, tokens, routed_experts=np.array(rows, np.int16))
+        position = found_position(lambda row=row, spans=spans: audit_experts(row, spans))
+        assert position == next(iter(wrong_rows(row, spans)), None), seed
+        found[position is None] += 1
+    assert min(found.values()) > 50
+
+
+def test_a_token_of_several_trajectories_passes_if_and_only_if_it_was_sampled_as_often():
+    found = Counter()
+    for seed in range(600):
+        draw, tokens, _, _ = draw_case(seed)
+        rows = [draw_trajectory(draw, tokens[: draw.randint(2, 9)], output_index=index) for index in range(4)]
+        session, group = rows[:3], rows[: draw.choice([3, 4])]
+        later = tokens[1:]
+        spans = [span(tokens[:1], later, [-1.0] * len(later), 3) for _ in range(draw.randint(0, 4))]
+
+        def trains(one, other, position):
+            names = ("loss_mask", "rollout_logprobs", "policy_versions")
+            return position < len(other.input_ids) and all(
+                getattr(one, name)[position] == getattr(other, name)[position] for name in names
+            )
+
+        expected = None
+        for index, one in enumerate(session):
+            for position in np.flatnonzero(one.loss_mask).tolist():
+                num_trained = sum(trains(one, other, position) for other in group)
+                num_sampled = sum(sampled(given, one, position) for given in spans)
+                is_again = any(trains(one, other, position) for other in session[:index])
+                if expected is None and is_again and num_trained > num_sampled:
+                    expected = position
+
+        def audit(session=session, group=group, spans=spans):
+            for index in range(1, 3):
+                _check_once(session[index], earlier=session[:index], spans=spans, group=group)
+
+        position = found_position(audit)
+        assert position == expected, seed
+        found[position is None] += 1
+    assert min(found.values()) > 50
+
+
 class Tampering(SingleTurnLoop):
     """Changes a logprob of session 1 after sampling."""
 
@@ -440,6 +580,8 @@ def test_the_share_decides_how_many_are_audited_and_the_seed_which():
     half = [[g.num_audited for g in run(SingleTurnLoop(), share=0.5, seed=seed)] for seed in (1, 1, 2)]
     assert 15 < sum(half[0]) < 45
     assert half[0] == half[1] != half[2]
+    usual = AuditOptions()
+    assert (usual.share, usual.rescored_share, usual.rescored_tolerance, usual.seed) == (1.0, 0.02, 0.3, 0)
     with pytest.raises(SettingsError, match=r"share of AuditOptions .* at most 1; found 1\.5"):
         AuditOptions(share=1.5)
 
@@ -491,7 +633,7 @@ def test_the_record_is_a_copy():
 
 
 def test_requests_that_continue_one_another_share_one_copy_of_their_context():
-    asked = [[1], [1, 2], [1, 2, 3, 4], [1, 9], [1, 2], [1, 9, 5], [1, 2, 3, 4, 6]]
+    asked = [[1], [1, 2], [1, 2, 3, 4], [1, 9], [1, 2], [1, 9, 5], [1, 2, 3, 4, 6], [1, 9], [1, 2]]
     engine = RecordingEngine(ScriptedEngine(lambda *_: [7]))
 
     async def ask():

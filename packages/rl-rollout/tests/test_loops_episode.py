@@ -188,6 +188,7 @@ def test_a_broken_environment_fails_its_session_with_the_reason(file, how, messa
     (group,) = play(f"{file}:Broken", arguments={"how": how}, timeout_s=0.05 if how == "hang" else 30)
     (failure,) = group.failures
     assert re.match(message, failure), failure
+    assert group.sessions[0].trajectories
     assert all(trajectory.reward is None for trajectory in group.sessions[0].trajectories)
     load_attribute(f"{file}:gate", kind="event").set()
 

@@ -150,7 +150,7 @@ def test_the_reward_sees_the_row():
     assert session.trajectories[0].extras == {"prediction": "b"}
 
 
-def test_timings():
+def test_timings_are_measured_by_part():
     (session,) = run(FixedEngine(generation(1)), lambda _given: 0.0)
     timings = session.trajectories[0].timings
     assert timings.generate_s > 0
@@ -239,7 +239,7 @@ def test_stable_seed_is_pinned():
     assert all(0 <= stable_seed(seed, "x") < 2**52 for seed in range(1000))
 
 
-def test_loops_by_name():
+def test_loops_are_found_by_name():
     assert isinstance(resolve_loop("single_turn"), SingleTurnLoop)
     with pytest.raises(SettingsError, match=r"unknown agent loop 'single_trun'\. Did you mean 'single_turn'\?"):
         resolve_loop("single_trun")

@@ -6,7 +6,7 @@ from rl_rollout.prompts.schema import read_problem
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?", "name": None}]
 
 
-def test_messages_schema():
+def test_rows_with_messages_are_read():
     row = {
         "prompt": MESSAGES,
         "data_source": "sums",
@@ -20,7 +20,7 @@ def test_messages_schema():
     assert problem.columns == row
 
 
-def test_plain_schema():
+def test_rows_with_plain_text_are_read():
     problem = read_problem({"prompt": "1+2=", "answer": 3}, where="f, row 1")
     assert (problem.messages, problem.text, problem.data_source, problem.ground_truth) == ((), "1+2=", "default", 3)
 

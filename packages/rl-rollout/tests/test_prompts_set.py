@@ -110,7 +110,7 @@ def test_impossible_options_are_refused():
         load()
 
 
-def test_index_out_of_range(mixed):
+def test_an_index_out_of_range_is_refused(mixed):
     prompts = load(mixed)
     with pytest.raises(IndexError, match="prompt index 2"):
         prompts[2]

@@ -155,7 +155,7 @@ def test_prose_is_no_program_where_a_fence_is_needed():
     assert program_of("a = 1", needs_fence=True) is None
 
 
-def test_ground_truths():
+def test_ground_truths_are_read_as_tests():
     assert read_tests(DOUBLES) == read_tests(json.dumps(DOUBLES))
     assert read_tests({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}) == read_tests(DOUBLES)
     assert read_tests({"tests": ["assert f(1) == 1"], "setup": "import math"}) == (

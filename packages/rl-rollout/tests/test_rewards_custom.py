@@ -29,7 +29,7 @@ def reward_file(tmp_path):
     return path
 
 
-def test_a_function_of_a_file(reward_file):
+def test_a_function_of_a_file_is_found(reward_file):
     assert resolve_reward(f"{reward_file}:length_reward").__name__ == "length_reward"
     assert resolve_reward(f"{reward_file}:judge")(None) == 1.0
 
@@ -95,7 +95,7 @@ def test_an_import_that_raises_shows_its_traceback(tmp_path, body, message):
         resolve_reward(f"{tmp_path}/reward.py:reward")
 
 
-def test_names_of_the_registry():
+def test_names_of_the_registry_are_found():
     assert isinstance(resolve_reward("exact_match"), ExactMatch)
     with pytest.raises(SettingsError, match=r"unknown reward function 'exact_mach'\. Did you mean 'exact_match'\?"):
         resolve_reward("exact_mach")

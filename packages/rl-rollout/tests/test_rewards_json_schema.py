@@ -95,7 +95,7 @@ def test_what_fits_but_is_not_valid_is_less_than_1():
     "ground_truth", [None, 3, "", "{", {"type": "strin"}, {"$ref": "http://127.0.0.1:9/none.json"}, {"$ref": "#/none"}]
 )
 def test_rows_without_a_schema_are_the_rows_fault(ground_truth):
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match=r"ground truth.*Repair the row"):
         reward_of()(response("{}", ground_truth))
 
 

@@ -62,7 +62,7 @@ def score(verify, text, ground_truth):
         (r"\boxed{" + chr(0xD800) + "}", "18", 0.0),
     ],
 )
-def test_answers(verify, text, ground_truth, reward):
+def test_answers_are_rewarded_by_value(verify, text, ground_truth, reward):
     result = score(verify, text, ground_truth)
     assert result.reward == reward
     assert result.components == {"accuracy": reward, "math_verify_timed_out": 0.0}

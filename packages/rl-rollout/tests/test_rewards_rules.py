@@ -97,7 +97,7 @@ def response(text, ground_truth):
         ("7, not 10-18", "7"),
     ],
 )
-def test_last_number(text, number):
+def test_the_last_number_is_found(text, number):
     assert last_number(text) == Decimal(number)
 
 
@@ -135,7 +135,7 @@ def test_a_number_that_or_joins_to_another_is_none(text):
     assert last_number(text) is None
 
 
-def test_no_number():
+def test_text_without_a_number_has_none():
     assert last_number("none at all, - . ,") is None
 
 
@@ -178,7 +178,7 @@ def test_long_texts_of_one_part_take_no_quadratic_time(part):
         ("18", None),
     ],
 )
-def test_last_boxed(text, inside):
+def test_the_last_boxed_answer_is_found(text, inside):
     assert last_boxed(text) == inside
 
 
@@ -186,7 +186,7 @@ def test_last_boxed_of_many_open_boxes_is_not_quadratic():
     assert last_boxed(r"\boxed{" * 20_000) is None
 
 
-def test_exact_match():
+def test_exact_match_compares_text():
     assert exact_match(response(" 18\n", "18")) == 1.0
     assert exact_match(response("18", 18)) == 1.0
     assert exact_match(response("18.0", 18)) == 0.0
@@ -217,7 +217,7 @@ def test_a_long_space_before_an_answer_takes_no_long_time():
     assert time.monotonic() - started < 10  # quadratic, it took minutes
 
 
-def test_number_match():
+def test_number_match_compares_the_last_number():
     assert number_match(response("12 + 6 is 18.0", "18")) == 1.0
     assert number_match(response("it is 1,018", "1018")) == 1.0
     assert number_match(response("18 or 19", "18")) == 0.0

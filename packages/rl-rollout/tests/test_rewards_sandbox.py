@@ -263,7 +263,7 @@ def test_all_files_together_are_bounded_and_no_other_folder_can_be_written(names
     assert run(namespace_sandbox, program).stdout == b"True\n"
 
 
-def test_no_network(sandbox):
+def test_programs_reach_no_network(sandbox):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         program = f"""

@@ -246,7 +246,7 @@ def test_impossible_options_are_refused():
             RewardScorer(length, **options)
 
 
-def test_names():
+def test_a_scorer_has_the_name_of_its_function():
     assert RewardScorer(resolve_reward("exact_match")).name == "ExactMatch"
     assert RewardScorer(length).name.endswith("length")
 

@@ -1,13 +1,14 @@
 """The scheduler: prompts to start, groups of a step, the bound on staleness, and progress without stalls."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_rollout.schedule import ScheduleOptions, Scheduler
+from rl_rollout.schedule import Blockage, ScheduleOptions, Scheduler
 
 ON_POLICY = ScheduleOptions(groups_per_step=3, num_steps=4, max_staleness=0, sync_every=1)
 
@@ -243,3 +244,252 @@ def test_any_order_of_arrivals_ends_with_every_group_in_time(
                 pending = scheduler.learner_version
     assert len(trained) == len(set(trained))
     assert len(trained) + scheduler.num_spent == options.num_groups
+
+
+class Reference:
+    """The schedule by its definition: every decision looks at every group."""
+
+    def __init__(self, options: ScheduleOptions) -> None:
+        self.options = options
+        self.waiting: list[str] = []
+        self.inflight: list[str] = []
+        self.ready: list[str] = []  # in order of arrival
+        self.deadlines: dict[str, int] = {}
+        self.begun: dict[str, int | None] = {}
+        self.orders: dict[str, int] = {}
+        self.steps: list[list[str]] = []  # those that were trained
+        self.trained_deadlines: dict[str, int] = {}
+        self.forced: list[list[str]] = []
+        self.replayed: set[str] = set()
+        self.num_saved = self.num_spent = self.served = 0
+
+    @property
+    def num_trained(self) -> int:
+        return sum(map(len, self.steps))
+
+    @property
+    def version(self) -> int:
+        return len(self.steps) // self.options.sync_every
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.steps) >= self.options.num_steps
+
+    def wanted(self) -> int:
+        options = self.options
+        if options.max_staleness or options.sync_every > 1:
+            return options.groups_per_step
+        return (len(self.steps) + 1) * options.groups_per_step - self.num_trained - self.num_spent
+
+    def num_to_start(self) -> int:
+        options = self.options
+        per_version = options.groups_per_step * options.sync_every
+        most = min((self.served + options.max_staleness + 1) * per_version, options.groups_per_step * options.num_steps)
+        free = most - self.num_trained - self.num_spent - len(self.ready) - len(self.inflight)
+        return max(0, min(free, (options.max_inflight_groups or 10**9) - len(self.inflight)))
+
+    def by_deadline(self) -> list[str]:
+        return sorted(self.ready, key=lambda uid: (self.deadlines[uid], self.ready.index(uid)))
+
+    def awaited(self) -> list[str]:
+        """Return groups in flight that could not all train in time if the next step does not wait for them."""
+        options, chosen = self.options, self.by_deadline()[: self.wanted()]
+        left = [uid for uid in (*self.inflight, *self.ready) if uid not in chosen]
+        for version in sorted(self.deadlines[uid] for uid in left):
+            until = min(
+                (version + 1) * options.groups_per_step * options.sync_every,
+                options.groups_per_step * options.num_steps,
+            )
+            num_left = until - self.num_trained - self.num_spent - len(chosen)
+            if sum(self.deadlines[uid] <= version for uid in left) > num_left:
+                return [uid for uid in self.inflight if self.deadlines[uid] <= version]
+        return []
+
+    def next_step(self) -> tuple[str, ...] | None:
+        if self.is_done:
+            return None
+        if self.forced:
+            return tuple(self.forced[0]) if {*self.forced[0]} <= {*self.ready} else None
+        if not 0 < self.wanted() <= len(self.ready) or self.awaited():
+            return None
+        return tuple(sorted(self.by_deadline()[: self.wanted()], key=self.orders.__getitem__))
+
+
+class Both:
+    """Makes the same random events happen to the scheduler and to its reference."""
+
+    def __init__(self, options: ScheduleOptions, seed: int) -> None:
+        self.scheduler, self.known, self.draw = Scheduler(options), Reference(options), random.Random(seed)
+
+    def some(self, uids: Iterable[str]) -> list[str]:
+        uids = list(uids)
+        return self.draw.sample(uids, self.draw.randint(min(1, len(uids)), min(2, len(uids))))
+
+    def remove(self, uid: str) -> None:
+        for uids in (self.known.waiting, self.known.inflight, self.known.ready):
+            if uid in uids:
+                uids.remove(uid)
+
+    def issue(self) -> None:
+        first = len(self.known.orders)
+        begun = self.draw.choice([None, None, 0, 1])
+        new = [f"p{first + index}" for index in range(self.draw.randint(1, 3))]
+        self.scheduler.issued(new, begun=begun)
+        self.known.orders.update({uid: first + index for index, uid in enumerate(new)})
+        self.known.begun.update(dict.fromkeys(new, begun))
+        self.known.waiting += new
+
+    def start(self) -> None:
+        uids, _ = self.scheduler.to_start()
+        self.scheduler.started(uids)
+        for uid in uids:
+            self.remove(uid)
+            self.known.inflight.append(uid)
+            self.known.deadlines[uid] = self.known.served + self.known.options.max_staleness
+            if self.known.begun[uid] is None:
+                self.known.begun[uid] = self.known.served
+
+    def settle(self) -> None:
+        for uid in self.some([*self.known.inflight * 3, *self.known.waiting])[:1]:
+            oldest = self.draw.choice([None, self.draw.randint(0, self.known.served)])
+            self.scheduler.settled(uid, oldest_version=oldest)
+            self.remove(uid)
+            self.known.ready.append(uid)
+            if oldest is None:
+                self.known.replayed.add(uid)
+            if oldest is not None or uid not in self.known.deadlines:
+                version = self.known.served if oldest is None else oldest
+                self.known.deadlines[uid] = version + self.known.options.max_staleness
+
+    def lose(self) -> None:
+        lost = self.some(self.known.inflight)
+        self.scheduler.returned(lost)
+        for uid in lost:
+            self.remove(uid)
+            del self.known.deadlines[uid]
+        self.known.waiting[:0] = sorted(lost, key=self.known.orders.__getitem__)
+
+    def fail(self) -> None:
+        for uid in self.some([*self.known.waiting, *self.known.inflight, *self.known.ready])[:1]:
+            is_refused = self.draw.random() < 0.5
+            self.scheduler.failed(uid, is_refused=is_refused)
+            self.remove(uid)
+            self.known.deadlines.pop(uid, None)
+            index = next((i for i, step in enumerate(self.known.forced) if uid in step), None)
+            self.known.forced = self.known.forced[:index]
+            options = self.known.options
+            self.known.num_spent += options.max_staleness == 0 and options.sync_every == 1 and not is_refused
+
+    def reissue(self) -> None:
+        forced = {uid for step in self.known.forced for uid in step}
+        for uid in self.some(uid for uid in self.known.ready if uid not in forced)[:1]:
+            self.scheduler.reissued(uid)
+            self.remove(uid)
+            del self.known.deadlines[uid]
+            self.known.replayed.discard(uid)
+            self.known.waiting.insert(0, uid)
+
+    def train(self) -> None:
+        step = self.known.next_step()
+        if step is None:
+            return
+        self.scheduler.trained(step)
+        for uid in step:
+            self.remove(uid)
+            self.known.trained_deadlines[uid] = self.known.deadlines.pop(uid)
+        self.known.steps.append(list(step))
+        self.known.forced = self.known.forced[1:]
+
+    def publish(self) -> None:
+        self.known.served = max(self.known.served, self.known.version)
+        self.scheduler.published(self.known.served)
+
+    def save(self) -> None:
+        step = self.draw.randint(self.known.num_saved, len(self.known.steps))
+        kept = tuple(uid for one in self.known.steps[self.known.num_saved : step] for uid in one)
+        assert self.scheduler.saved(step) == kept
+        self.known.num_saved = step
+        self.known.replayed -= {*kept}
+
+    def rewind(self) -> None:
+        again = self.known.steps[self.known.num_saved :]
+        arrivals = {uid: self.scheduler._unsaved[i][uid].arrival for i, one in enumerate(again) for uid in one}
+        arrivals |= {uid: self.scheduler._groups[uid].arrival for uid in self.known.ready}
+        self.scheduler.rewind()
+        self.known.steps = self.known.steps[: self.known.num_saved]
+        self.known.forced = [*again, *self.known.forced]
+        back = [uid for one in again for uid in one]
+        self.known.deadlines |= {uid: self.known.trained_deadlines[uid] for uid in back}
+        self.known.ready = sorted([*self.known.ready, *back], key=arrivals.__getitem__)
+
+    def force(self) -> None:
+        if not self.known.forced:
+            step = self.some([*self.known.waiting, *self.known.inflight, *self.known.ready])
+            if step and len(step) <= self.known.wanted():
+                self.scheduler.force([step])
+                self.known.forced = [step]
+
+    def event(self) -> None:
+        often = [self.issue, self.start, self.settle, self.settle, self.settle, self.train, self.train, self.publish]
+        self.draw.choice([*often, self.lose, self.fail, self.reissue, self.save, self.rewind, self.force])()
+
+    def check(self) -> None:
+        scheduler, known = self.scheduler, self.known
+        assert scheduler.inflight == tuple(known.inflight)
+        counts = scheduler.num_inflight, scheduler.num_ready, scheduler.num_waiting
+        assert counts == (len(known.inflight), len(known.ready), len(known.waiting))
+        assert (scheduler.num_trained, scheduler.num_steps) == (known.num_trained, len(known.steps))
+        assert (scheduler.learner_version, scheduler.is_done) == (known.version, known.is_done)
+        assert (scheduler.num_spent, scheduler.replayed) == (known.num_spent, known.replayed)
+        assert scheduler.unsaved == tuple(uid for step in known.steps[known.num_saved :] for uid in step)
+        count = known.num_to_start()
+        assert scheduler.num_to_start() == count
+        assert scheduler.to_start() == (known.waiting[:count], count - len(known.waiting[:count]))
+        assert scheduler.stale() == tuple(uid for uid in known.by_deadline() if known.deadlines[uid] < known.version)
+        step = known.next_step()
+        assert scheduler.next_step() == step
+        assert scheduler.is_without_groups == (not known.is_done and not known.forced and known.wanted() <= 0)
+        found = scheduler.blockage()
+        if known.is_done or step is not None:
+            assert found is None
+        elif known.forced:
+            missing = tuple(uid for uid in known.forced[0] if uid not in known.ready)
+            size = len(known.forced[0])
+            assert found == Blockage(num_ready=size - len(missing), num_wanted=size, awaited=missing)
+        elif known.wanted() > 0:
+            awaited = tuple(known.awaited())
+            assert found == Blockage(num_ready=len(known.ready), num_wanted=known.wanted(), awaited=awaited)
+        for uid in (*known.waiting, *known.inflight, *known.ready):
+            assert scheduler.is_open(uid) == (uid not in known.ready)
+            begun = known.begun[uid]
+            told = [None if begun is not None and version < begun else version for version in (0, 1, 2)]
+            assert [scheduler.sampled_since(uid, version) for version in (0, 1, 2)] == told
+            assert scheduler.sampled_since(uid, None) is None
+
+
+@pytest.mark.parametrize("limit", [None, 2, 5])
+@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_every_decision_is_that_of_the_rules_whatever_happens(max_staleness, sync_every, limit):
+    for seed in range(4):
+        options = ScheduleOptions(
+            groups_per_step=2,
+            num_steps=6,
+            max_staleness=max_staleness,
+            sync_every=sync_every,
+            max_inflight_groups=limit,
+        )
+        both = Both(options, seed)
+        for _ in range(120):
+            both.event()
+            both.check()
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "versions"), [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 0, 1, 1, 2, 3]), (3, [0, 0, 0, 1, 1, 2])]
+)
+def test_the_last_step_always_ends_a_version(sync_every, versions):
+    options = ScheduleOptions(groups_per_step=2, num_steps=5, sync_every=sync_every)
+    assert [options.version_after(step) for step in range(6)] == versions
+    assert (options.max_staleness, options.max_inflight_groups) == (1, None)
+    assert (options.groups_per_version, options.num_groups) == (2 * sync_every, 10)

@@ -130,7 +130,9 @@ def test_a_replay_of_another_step_keeps_its_prompts_under_uids_of_its_own(tmp_pa
     assert uids == ["p0-r2", "p1-r2", "p0-r3", "p1-r3"]
     (stored,) = {tuple(group.prompt.ground_truth for group in runs.step(step).groups) for step in (1, 2, 3)}
     assert stored == ("p0", "p1")
-    assert all(row.prompt_uid == group.prompt.uid for group in runs.step(2).groups for row in group.trajectories)
+    rows = [(group.prompt.uid, row.prompt_uid) for group in runs.step(2).groups for row in group.trajectories]
+    assert rows
+    assert [uid for uid, _ in rows] == [uid for _, uid in rows]
     assert [group.prompt.uid for group in runs.step(1).groups] == ["p0", "p1"]
 
 
@@ -241,8 +243,8 @@ def test_rollouts_that_failed_or_were_cancelled_are_not_stored(tmp_path):
         failed = SessionResult(failure="the tool hangs")
         return [GroupResult(prompt=prompt, sessions=(failed, failed)) for prompt in prompts]
 
-    for generate, error in ((raises, RolloutError), (cancelled, asyncio.CancelledError)):
-        with pytest.raises(error):
+    for generate, error, says in ((raises, RolloutError, "no"), (cancelled, asyncio.CancelledError, "")):
+        with pytest.raises(error, match=f"^{says}$"):
             asyncio.run(runs.cache.rollouts(EntryKey(step=1), prompts, CIRCUMSTANCES, generate))
     found = asyncio.run(runs.cache.rollouts(EntryKey(step=1), prompts, CIRCUMSTANCES, all_failed))
     assert [len(group.failures) for group in found.groups] == [2, 2]

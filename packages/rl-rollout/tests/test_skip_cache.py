@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from skip_forgery import KEY, forge, make_entry, path_of
 from skip_groups import assert_same_groups, make_groups, make_prompts_of
 
 from rl_core.errors import BrokenEntryError, CacheError, CacheMismatchError, DataError, SettingsError
+from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.skip import EntryKey, EntryStore, RolloutOrigin, SkipCache, SkipOptions
 from rl_rollout.skip import cache as cache_module
 
@@ -124,8 +127,9 @@ def test_other_columns_are_never_accepted(stored):
     fingerprint = {**found, "columns": {**found["columns"], "input_ids": "int64"}}
     store.write(KEY, GROUPS, fingerprint=fingerprint, generate_s=1.0, replace=True)
     for action in ("cache", "repeat", "repeat_last"):
-        with pytest.raises(CacheMismatchError, match=r"columns\.input_ids"):
+        with pytest.raises(CacheMismatchError, match=r"columns\.input_ids") as caught:
             Calls(stored, action=action, on_mismatch="accept")(EntryKey(step=1))
+        assert '"accept"' not in str(caught.value)
 
 
 PROMPT_CHANGES = {
@@ -191,6 +195,105 @@ def test_the_same_weights_may_lie_elsewhere_and_without_a_digest_their_place_cou
 def test_circumstances_that_are_no_json_are_refused_by_name(tmp_path):
     with pytest.raises(DataError, match="the fingerprint part 'loop' must be JSON"):
         Calls(tmp_path)(circumstances=replace(STORED, loop={"name": object()}))
+
+
+def test_events_and_results_have_the_times_and_sizes(tmp_path, monkeypatch):
+    ticks = itertools.count(start=100.0, step=0.123456)
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    tick = pytest.approx(0.123456)
+    calls = Calls(tmp_path)
+    new = calls(new=GROUPS)
+    assert (new.is_replayed, new.load_s, new.generate_s, new.differences) == (False, 0.0, tick, ())
+    again = calls()
+    assert (again.is_replayed, again.source, again.generate_s) == (True, KEY, tick)
+    assert again.load_s == pytest.approx(2 * 0.123456), "the search looks at the clock once in between"
+    size_bytes = path_of(tmp_path).stat().st_size
+    assert calls.events == [
+        ("skip_miss", {"entry": KEY.name}),
+        ("skip_stored", {"entry": KEY.name, "size_bytes": size_bytes, "store_s": 0.1235}),
+        (
+            "skip_hit",
+            {
+                "entry": KEY.name,
+                "wanted": KEY.name,
+                "size_bytes": size_bytes,
+                "load_s": 0.2469,
+                "generate_s": 0.1235,
+            },
+        ),
+    ]
+
+
+def test_rollouts_that_another_run_stored_meanwhile_or_that_cannot_train_are_not_stored(tmp_path):
+    calls, other = Calls(tmp_path), Calls(tmp_path)
+
+    async def generate():
+        await other.cache.rollouts(KEY, PROMPTS, STORED, lambda: asyncio.sleep(0, GROUPS))
+        return NEW
+
+    assert_same_groups(asyncio.run(calls.cache.rollouts(KEY, PROMPTS, STORED, generate)).groups, NEW)
+    assert_same_groups(calls().groups, GROUPS)
+    failed = [replace(group, sessions=(SessionResult(failure="broken"),)) for group in NEW]
+    calls(EntryKey(step=2), new=failed)
+    assert calls.events_named("skip_not_stored") == [
+        {"entry": KEY.name, "reason": "another writer stored it first"},
+        {"entry": EntryKey(step=2).name, "reason": "no session can train"},
+    ]
+    assert list(EntryStore(str(tmp_path)).entries()) == [KEY]
+
+
+def test_repeat_last_takes_training_steps_whose_first_part_is_stored(tmp_path):
+    for key in (
+        EntryKey(step=1, part=1),
+        EntryKey(step=1),
+        EntryKey(step=2, part=1),
+        EntryKey(step=9, kind="validation"),
+    ):
+        Calls(tmp_path, validation=True)(key, new=GROUPS)
+    calls = Calls(tmp_path, action="repeat_last", validation=True)
+    assert calls(EntryKey(step=12)).source == EntryKey(step=1)
+    assert calls(EntryKey(step=12, part=1)).source == EntryKey(step=1, part=1)
+    assert calls(EntryKey(step=12, part=2)).source is None
+    assert calls(EntryKey(step=12, kind="validation")).source is None
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "is_served", "needs_earlier"),
+    [
+        ({}, {"step": 1}, False, False),
+        ({}, {"step": 2}, True, False),
+        ({}, {"step": 4}, False, False),
+        ({"steps": "1-3"}, {"step": 0}, True, False),
+        ({"steps": "2-3"}, {"step": 0}, False, False),
+        ({}, {"step": 2, "kind": "validation"}, False, False),
+        ({"validation": True}, {"step": 2, "kind": "validation"}, True, False),
+        ({"action": "repeat"}, {"step": 1}, False, False),
+        ({"action": "repeat"}, {"step": 3}, True, False),
+        ({"action": "repeat"}, {"step": 4}, True, True),
+        ({"action": "repeat", "validation": True}, {"step": 4, "kind": "validation"}, False, False),
+        ({"action": "repeat_last"}, {"step": 2}, True, True),
+    ],
+)
+def test_the_options_choose_the_steps(tmp_path, options, key, is_served, needs_earlier):
+    calls = Calls(tmp_path, **{"steps": "2-3", **options})
+    assert calls.cache.serves(EntryKey(**key)) == is_served
+    assert calls.cache.needs_earlier(EntryKey(**key)) == needs_earlier
+
+
+@pytest.mark.parametrize(("num_changes", "last"), [(12, "  sampling.k11"), (13, "  and 1 more")])
+def test_twelve_differences_are_shown_and_the_others_counted(tmp_path, num_changes, last):
+    Calls(tmp_path)(circumstances=replace(STORED, sampling={f"k{index:02}": 0 for index in range(num_changes)}))
+    changed = replace(STORED, sampling={f"k{index:02}": 1 for index in range(num_changes)})
+    calls = Calls(tmp_path)
+    with pytest.raises(CacheMismatchError) as caught:
+        calls(circumstances=changed)
+    shown = str(caught.value).splitlines()[1:-1]
+    assert len(shown) == num_changes
+    assert shown[-1].startswith(last)
+    accepting = Calls(tmp_path, on_mismatch="accept")
+    with structlog.testing.capture_logs() as logs:
+        accepting(circumstances=changed)
+    assert [len(entry["differences"]) for entry in logs] == [12]
 
 
 def test_a_broken_entry_is_reported_set_aside_and_generated_again(stored):
@@ -286,7 +389,8 @@ def test_what_is_stored_is_replayed_where_nothing_can_be_written(stored, monkeyp
 
 
 def test_a_cache_that_is_off_asks_nothing_of_its_directory():
-    SkipCache(SkipOptions(enabled=False, directory="nosuch://place"))
+    cache = SkipCache(SkipOptions(enabled=False, directory="nosuch://place"))
+    assert not cache.serves(EntryKey(step=1))
 
 
 def test_the_same_nan_is_no_difference(tmp_path):
@@ -323,12 +427,48 @@ def test_prompts_that_cannot_be_stored_are_refused_before_anything_is_generated(
 
 
 def test_a_search_for_entries_that_are_listed_and_never_there_ends(stored, monkeypatch):
-    calls = Calls(stored)
-    monkeypatch.setattr(cache_module, "SEARCH_DEADLINE_S", 0.05)
-    monkeypatch.setattr(EntryStore, "describe", lambda self, key: None)
-    with pytest.raises(CacheError, match=r"no entry for train-00000001-0000 in .* could be opened within"):
+    calls, described = Calls(stored), []
+    minutes = itertools.count(step=60.0)
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(perf_counter=lambda: next(minutes)))
+    monkeypatch.setattr(EntryStore, "describe", lambda self, key: described.append(key))
+    with pytest.raises(CacheError, match=r"no entry for train-00000001-0000 in .* could be opened within 120 s"):
         calls()
+    assert described == [KEY], "after one minute, and not after two"
     assert calls.num_generated == 0
+
+
+def test_an_entry_that_another_run_replaced_while_it_was_read_is_read_again(stored, monkeypatch):
+    describe, torn = EntryStore.describe, [BrokenEntryError("entry", "torn")]
+
+    def described(self, key):
+        if torn:
+            raise torn.pop()
+        return describe(self, key)
+
+    monkeypatch.setattr(EntryStore, "describe", described)
+    calls = Calls(stored)
+    assert calls().is_replayed
+    assert (path_of(stored).exists(), calls.events_named("skip_broken")) == (True, [])
+    torn.append(BrokenEntryError("entry", "torn"))
+    with pytest.raises(BrokenEntryError, match="torn"):
+        Calls(stored, on_broken="error")()
+
+
+def test_rewards_that_are_computed_again_are_no_difference(stored):
+    changed = replace(STORED, **CHANGES["reward.function.content"])
+    found = Calls(stored, rewards="again")(circumstances=changed)
+    assert (found.is_replayed, found.differences) == (True, ())
+    with pytest.raises(CacheMismatchError, match="seed: stored 0, now 1"):
+        Calls(stored, rewards="again")(circumstances=replace(changed, seed=1))
+
+
+def test_a_cache_needs_nobody_who_listens(tmp_path):
+    async def generate():
+        return GROUPS
+
+    cache = SkipCache(SkipOptions(enabled=True, directory=str(tmp_path)))
+    found = [asyncio.run(cache.rollouts(KEY, PROMPTS, STORED, generate)).source for _ in range(2)]
+    assert found == [None, KEY]
 
 
 def test_what_cannot_be_stored_is_an_error_that_says_why(tmp_path):

@@ -258,6 +258,7 @@ def test_help_has_examples_and_exit_statuses(capsys, arguments, words):
         main([*arguments, "--help"])
     out = " ".join(capsys.readouterr().out.split())
     assert raised.value.code == 0
+    assert words
     assert all(word in out for word in words)
 
 

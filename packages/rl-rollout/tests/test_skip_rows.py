@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from hashlib import sha256
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,12 @@ from skip_groups import assert_same_groups, make_groups
 
 from rl_core.data.records import NO_VERSION, ImageSpan, Prompt, Timings, Trajectory
 from rl_core.errors import BrokenEntryError, CacheError
+from rl_core.files import count_values
 from rl_rollout.loops.protocol import SessionResult
 from rl_rollout.rollout import GroupResult
 from rl_rollout.skip import EntryKey, EntryStore
-from rl_rollout.skip.rows import count, decode_groups, decode_images, image_digests, iter_arrays, storable
+from rl_rollout.skip import rows as rows_module
+from rl_rollout.skip.rows import Counts, count, decode_groups, decode_images, image_digests, iter_arrays, storable
 
 KEY = EntryKey(step=1)
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -129,6 +132,7 @@ def test_baselines_are_stored_and_older_entries_have_none():
     assert {row.reward_baseline for row in older.trajectories} == {None}
 
 
+@settings(max_examples=40)
 @given(st.lists(group_results(), max_size=4))
 def test_any_groups_come_back_to_the_bit(groups):
     arrays = dict(iter_arrays(groups, images=Store()))
@@ -160,6 +164,65 @@ def test_indices_that_do_not_fit_are_refused(name, change):
         decode_groups({key: array for key, array in arrays.items() if key != name}, path="entry")
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_experts_of_some_trajectories_come_back_in_their_shape(shape):
+    (group,) = make_groups(1, 4)
+    given = [None if index % 2 else np.ones((len(row.input_ids), *shape), np.int16) for index, row in numbered(group)]
+    rows = [replace(row, routed_experts=given[index]) for index, row in numbered(group)]
+    sessions = tuple(SessionResult(trajectories=(row,)) for row in rows)
+    (found,) = decode_groups(dict(iter_arrays([replace(group, sessions=sessions)])), path="entry")
+    for one, other in zip(given, found.trajectories, strict=True):
+        assert (one is None) == (other.routed_experts is None)
+        assert one is None or (one.shape, one.tolist()) == (other.routed_experts.shape, other.routed_experts.tolist())
+
+
+def numbered(group):
+    return enumerate(group.trajectories)
+
+
+def test_an_entry_counts_failed_sessions_and_their_trajectories_too():
+    first, second = make_groups(2, 3)
+    rows = first.trajectories
+    sessions = (
+        SessionResult(trajectories=rows[:2]),
+        SessionResult(trajectories=(replace(rows[2], reward=None),), failure="broken"),
+        SessionResult(failure="gone"),
+    )
+    groups = [replace(first, sessions=sessions), second]
+    num_tokens = sum(len(row.input_ids) for row in (*rows, *second.trajectories))
+    assert msgspec.to_builtins(count(groups)) == {
+        "groups": 2,
+        "sessions": 6,
+        "failed_sessions": 2,
+        "trajectories": 6,
+        "tokens": num_tokens,
+    }
+    names = ("groups", "sessions", "failed_sessions", "trajectories", "tokens")
+    for size in (0, 2**53):
+        assert msgspec.to_builtins(msgspec.convert(dict.fromkeys(names, size), Counts)) == dict.fromkeys(names, size)
+    for size in (-1, 2**53 + 1):
+        with pytest.raises(msgspec.ValidationError, match=r"`int` [<>]= "):
+            msgspec.convert({**dict.fromkeys(names, 0), "tokens": size}, Counts)
+    assert count([]) == Counts(groups=0, sessions=0, failed_sessions=0, trajectories=0, tokens=0)
+
+
+def test_records_may_be_as_large_as_the_bounds_and_no_larger(monkeypatch):
+    groups = make_groups(2, 2)
+    arrays = dict(iter_arrays(groups))
+    raw = arrays["records"].tobytes()
+    assert (rows_module.MAX_RECORDS_BYTES, rows_module.MAX_RECORDS_VALUES) == (256 * 2**20, 8 * 2**20)
+    for name, size in (("MAX_RECORDS_BYTES", len(raw)), ("MAX_RECORDS_VALUES", count_values(raw))):
+        with monkeypatch.context() as patched:
+            patched.setattr(rows_module, name, size)
+            assert dict(iter_arrays(groups))["records"].tobytes() == raw
+            assert_same_groups(decode_groups(arrays, path="entry"), groups)
+            patched.setattr(rows_module, name, size - 1)
+            with pytest.raises(CacheError, match=f"entry may have at most .*{size - 1} "):
+                dict(iter_arrays(groups))
+            with pytest.raises(BrokenEntryError, match=f"records: it cannot be read .*{size - 1}"):
+                decode_groups(arrays, path="entry")
+
+
 @pytest.mark.soak
 @given(st.lists(group_results(), max_size=4))
 def test_skip_cache_rows_of_any_groups_come_back_to_the_bit(groups):
@@ -171,7 +234,7 @@ def test_any_groups_come_back_from_the_disk(tmp_path, compress):
     images = Store()
     store = EntryStore(str(tmp_path), compress=compress, images=images)
 
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     @given(st.lists(group_results(), max_size=4))
     def check(groups):
         store.write(KEY, groups, fingerprint={}, generate_s=1.0, replace=True)

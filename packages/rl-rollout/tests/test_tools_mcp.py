@@ -236,6 +236,7 @@ MANNERS = ("child", "own session", "orphan", "no environment")
 def test_nothing_that_a_server_started_outlives_it(how):
     async def ask(runner):
         pids = [result.text for result in await runner.run([call("spawn", manner=manner) for manner in MANNERS])]
+        assert pids
         assert all(map(is_running, pids))
         if how == "kill":
             (pid,) = children()

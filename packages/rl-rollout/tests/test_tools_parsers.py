@@ -74,7 +74,7 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_ca
         (f"```\n{HERMES}\n```", [("add", {"a": 1, "b": 2})]),
     ],
 )
-def test_hermes(text, calls):
+def test_hermes_calls_are_parsed(text, calls):
     found = read("hermes", text)
     assert len(found) == len(calls)
     for one, expected in zip(found, calls, strict=True):
@@ -110,7 +110,7 @@ COMMENT = (
         ("<|channel|>commentary<|message|>I look it up.<|end|>" + COMMENT, [("add", {"a": 1, "b": 2})], ""),
     ],
 )
-def test_gpt_oss(text, calls, answer):
+def test_gpt_oss_calls_are_parsed(text, calls, answer):
     turn = parse("gpt_oss", text)
     assert turn.answer == answer
     found = read("gpt_oss", text)
@@ -180,7 +180,8 @@ def test_long_texts_are_read_in_no_time(name, piece):
 )
 @pytest.mark.parametrize("window", [1024, 4096])
 def test_a_long_call_ends_where_its_json_does_wherever_a_window_cuts_it(value, window):
-    for length in range(window - 60, window + 5):
+    for more in range(-60, 5):
+        length = window + more
         body = '{"name": "add", "arguments": {"text": "' + "x" * length + f'", "value": {value}}}}}'
         [call] = parse("hermes", f"<tool_call>{body}</tool_call> and more </tool_call>").calls
         assert call.fault is None
@@ -194,7 +195,7 @@ def test_qwen3_coder_is_refused_without_vllm(monkeypatch):
         parser_for("qwen3_coder", make_tokenizer())
 
 
-def test_parsers_by_name_and_from_a_file(tmp_path):
+def test_parsers_are_found_by_name_and_in_a_file(tmp_path):
     assert TOOL_PARSERS.names() == ["gpt_oss", "hermes", "qwen3_coder"]
     with pytest.raises(SettingsError, match=r"unknown tool parser 'hermess'. Did you mean 'hermes'\?"):
         resolve_parser("hermess")

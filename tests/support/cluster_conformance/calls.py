@@ -27,7 +27,7 @@ class CallChecks(ClusterChecks):
         assert self.run(self.group.call(0, "named", **given)) == given
         assert self.run(self.group.call_all("named", **given)) == [given] * 3
 
-    def test_calls_overlap(self) -> None:
+    def test_calls_of_a_role_overlap(self) -> None:
         role = self.group[0]
 
         async def use() -> list[int]:

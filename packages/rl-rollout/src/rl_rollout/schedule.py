@@ -317,7 +317,7 @@ class Scheduler:
             step = self._forced[0]
             return step if all(self._is_ready(uid) for uid in step) else None
         wanted = self._num_wanted()
-        if not wanted or len(self._ready) < wanted:
+        if not 0 < wanted <= len(self._ready):
             return None
         chosen = self._ready[:wanted]
         if self._awaited(chosen):

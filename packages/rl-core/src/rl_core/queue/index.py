@@ -197,8 +197,6 @@ class GroupIndex:
             possible |= is_possible
         old = group.counted
         new = Counted(group.state, group.num_rows, group.size_bytes, ready, possible)
-        if old is None:
-            self.groups_in[new.state] += 1
         if new != old:
             self._count(old or NOT_COUNTED, new, is_new=old is None)
             group.counted = new
@@ -256,16 +254,14 @@ class GroupIndex:
         return ", ".join(parts)
 
     def _count(self, old: Counted, new: Counted, *, is_new: bool) -> None:
-        if old.state != new.state and not is_new:
-            self.groups_in[old.state] -= 1
-            self.groups_in[new.state] += 1
-        if old[:3] != new[:3]:
-            self._rows_in[old.state] -= old.num_rows
-            self._rows_in[new.state] += new.num_rows
-            self._bytes_in[old.state] -= old.size_bytes
-            self._bytes_in[new.state] += new.size_bytes
-            self.num_rows += new.num_rows - old.num_rows
-            self.size_bytes += new.size_bytes - old.size_bytes
+        self.groups_in[old.state] -= not is_new
+        self.groups_in[new.state] += 1
+        self._rows_in[old.state] -= old.num_rows
+        self._rows_in[new.state] += new.num_rows
+        self._bytes_in[old.state] -= old.size_bytes
+        self._bytes_in[new.state] += new.size_bytes
+        self.num_rows += new.num_rows - old.num_rows
+        self.size_bytes += new.size_bytes - old.size_bytes
         for task in self._every:
             task.num_ready += bool(new.ready & task.bit) - bool(old.ready & task.bit)
             could, can = bool(old.possible & task.bit), bool(new.possible & task.bit)

@@ -24,11 +24,12 @@ from megatron.core.package_info import __version__
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.distributed import distributed_c10d
 
+from rl_core.devices import own_device
+
 TESTED_VERSIONS = ("0.16.1",)
 """megatron-core versions that this file was tested with."""
 
 _FACTORIES = ("zeros", "ones", "tensor", "empty", "full", "arange")
-_CPU = torch.device("cpu")
 
 
 class _Synchronous:
@@ -184,19 +185,15 @@ def _as_numpy_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def install_cpu_compatibility(device: torch.device = _CPU) -> None:
-    """Prepare Megatron's loaded modules for a CPU; a no-op with CUDA. Can be called again.
+def install_cpu_compatibility() -> None:
+    """Prepare Megatron's loaded modules for a device without CUDA; a no-op with CUDA. Can be called again.
 
     Call it before any of Megatron's objects is created.
-
-    Args:
-        device: Device that stands in for the GPU; "meta" checks the steps of a GPU learner without memory or
-            arithmetic.
     """
     check_megatron_version()
     if torch.cuda.is_available():
         return
-    overlay = _torch_overlay(device)
+    overlay = _torch_overlay(own_device())
     uneven = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
     of_module = {
         mappings.__name__: _overlay(overlay, {"distributed": _overlay(dist, uneven)}),

@@ -16,6 +16,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from rl_core.cluster import RoleContext
+from rl_core.devices import own_device
 from rl_core.errors import CheckpointError, NotReadyError
 from rl_core.gpus import GpuUse, own_gpu_use
 from rl_core.weights.broadcast import RankOffer, SenderOptions
@@ -27,7 +28,6 @@ from rl_distill.megatron.parallel import (
     Rendezvous,
     initialize_groups,
     join_ranks,
-    learner_device,
     open_store,
 )
 from rl_distill.megatron.rank_model import RankModel
@@ -56,8 +56,8 @@ class RankHost:
         self._store: Store | None = None
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        if context.size > 1 and torch.cuda.is_available():
-            torch.cuda.set_device(context.rank % torch.cuda.device_count())  # among the GPUs visible to this process
+        if context.size > 1 and own_device().type != "cpu":
+            torch.accelerator.set_device_index(context.rank % torch.accelerator.device_count())  # among the GPUs visible to this process
         install_cpu_compatibility()
 
     def check_alive(self) -> None:
@@ -107,7 +107,7 @@ class RankHost:
         is_elsewhere = not ipaddress.ip_address(self._context.address).is_loopback
         own = replace(
             options,
-            backend="nccl" if learner_device().type == "cuda" else "tcp",
+            backend="tcp" if own_device().type == "cpu" else "nccl",
             host=self._context.address if is_elsewhere else options.host,
             bucket_bytes=max(1, options.bucket_bytes // self._context.size),
         )

@@ -35,10 +35,8 @@ def compiled(function: Callable[P, R], device_type: str, *, otherwise: Callable[
 def can_compile(device_type: str) -> bool:
     """Return whether torch's compiler works, tested once per process with a tiny tensor.
 
-    It needs a writable folder, Triton on a GPU, and a C++ compiler on a CPU. The meta device has nothing to compute.
+    It needs a writable folder, Triton on a GPU, and a C++ compiler on a CPU.
     """
-    if device_type == "meta":
-        return False
     try:
         with _disable_current_modes():  # compiled code would read the memory of fake tensors, which have none
             _compile(_tried)(torch.ones(2, 3, device=device_type))

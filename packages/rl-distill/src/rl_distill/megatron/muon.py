@@ -41,7 +41,7 @@ class HiddenMatrices(NamedTuple):
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Return a matrix [M, N] with the same singular vectors, and singular values near 1 (0.7 to 1.2)."""
     is_tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.to(torch.bfloat16 if matrix.is_cuda else matrix.dtype)
+    found = matrix.to(matrix.dtype if matrix.device.type == "cpu" else torch.bfloat16)
     found = found.t() if is_tall else found
     found = found / found.norm().clamp_min(SMALLEST_NORM)
     linear, cubic, quintic = COEFFICIENTS

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from rl_core.devices import own_device
 from rl_core.errors import SettingsError
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.megatron.convert import Shard
@@ -26,15 +27,10 @@ Rendezvous = tuple[str, int]
 """Rendezvous of a learner's ranks: rank 0's host as seen by the others, and the port of its store."""
 
 
-def learner_device() -> torch.device:
-    """Return this process's GPU, or the CPU if there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def undisturbed_random_numbers() -> AbstractContextManager[None]:
     """Restore the generators of the CPU and of this process's GPU on exit."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    return torch.random.fork_rng(devices)
+    device = own_device()
+    return torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type)
 
 
 def open_store(address: str, *, num_ranks: int) -> tuple[Rendezvous, Store]:
@@ -64,7 +60,8 @@ def join_ranks(rank: int, num_ranks: int, *, rendezvous: Rendezvous | None, stor
         SettingsError: torch.distributed is already initialized for another number of processes.
     """
     if not dist.is_initialized():
-        backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+        kind = own_device().type
+        backend = "gloo" if kind == "cpu" else f"{kind}:{dist.get_default_backend_for_device(kind)},cpu:gloo"
         if rendezvous is None:
             store = HashStore()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -142,7 +139,7 @@ class RankPosition(NamedTuple):
         is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         others = (parallel_state.get_context_parallel_rank(), parallel_state.get_tensor_model_parallel_rank())
         is_first = others == (0, 0)
-        return cls(parallel_state.get_data_parallel_rank(), is_last_stage and is_first, torch.cuda.is_available())
+        return cls(parallel_state.get_data_parallel_rank(), is_last_stage and is_first, own_device().type != "cpu")
 
 
 def group_of_copies(*, of_experts: bool) -> dist.ProcessGroup:

@@ -192,8 +192,7 @@ def on_device(placed: PlacedPack, device: torch.device) -> PlacedPack:
 def _moved(value: Any, device: torch.device) -> Any:
     """Move a tensor, or each tensor in a record, mapping or tuple, to a device."""
     if torch.is_tensor(value):
-        value = value.pin_memory() if device.type == "cuda" else value
-        return value.to(device, non_blocking=True)
+        return value.pin_memory().to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return {key: _moved(one, device) for key, one in value.items()}
     if type(value) is tuple:

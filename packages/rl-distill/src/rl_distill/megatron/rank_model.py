@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rl_core.data import Batch
+from rl_core.devices import own_device
 from rl_core.errors import SettingsError
 from rl_core.weights.broadcast import RankOffer, SenderOptions, WeightSender, offer_from_rank
 from rl_distill.architecture.memory import RankMemory
@@ -27,7 +28,7 @@ from rl_distill.megatron.lora import base_alone
 from rl_distill.megatron.model import OutputRequest, TokenResults, TokenScoring
 from rl_distill.megatron.optimizer import MegatronAdam, Offloaded, RankAdam
 from rl_distill.megatron.overlap import gather_weights
-from rl_distill.megatron.parallel import RankPosition, learner_device, shards_of_this_rank
+from rl_distill.megatron.parallel import RankPosition, shards_of_this_rank
 from rl_distill.megatron.rank_batches import (
     PlacedPack,
     RankShare,
@@ -73,7 +74,7 @@ class RankModel:
         self.step = 0
         self._losses: list[float] = []
         self._teacher_heads: list[Tensor] = []
-        self._device = device or learner_device()
+        self._device = device or own_device()
         self._shards = shards_of_this_rank(plan.source.config, plan.parallel)
         self._chunks = build_chunks(plan, self._shards, device=self._device)
         self._offloaded: Offloaded | None = None
@@ -135,8 +136,8 @@ class RankModel:
             results = self._run(packs, evaluate, wanted=wanted, mask=None, with_gradients=False)
             if has_hidden and self.plan.trains:
                 self._teacher_heads = self._own_head()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         if not self.place.answers:
             return None
         parts = [named for _, named in sorted(results, key=lambda pair: pair[0])]
@@ -196,7 +197,7 @@ class RankModel:
             kept, dropped = ([*gradients], []) if self._losses else ([], gradients)
             self._offloaded = Offloaded([] if self._device.type == "cpu" else [*weights, *optimizer, *kept], dropped)
             if self._device.type != "cpu":
-                torch.cuda.empty_cache()
+                torch.accelerator.empty_cache()
         return self._offloaded.num_bytes
 
     def reload(self) -> None:

@@ -230,12 +230,12 @@ class KeptAdapter:
         """Continue this adapter in place of the one in training."""
         with tensors.adam.on_device():
             for live, kept in zip(tensors.adapter_state(), self.tensors, strict=True):
-                live.copy_(kept)
+                live.copy_(kept, non_blocking=True)
             tensors.adam.set_step(self.step)
         if self.gradients:
             for live, kept in zip(tensors.adam.gradients(), self.gradients, strict=True):
-                live.copy_(kept)
+                live.copy_(kept, non_blocking=True)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    return tensor.detach().to("cpu", non_blocking=True, copy=True)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data import Batch, Timings
+from rl_metrics.reductions.rollouts import group_stds
 
 Array = NDArray[Any]
 
@@ -35,8 +36,6 @@ def batch_distributions(batch: Batch) -> dict[str, Array]:
     Returns:
         Arrays by metric, each with at least one value.
     """
-    if not len(batch):
-        return {}
     prompt_lengths = batch.dense("num_prompt_tokens").astype(np.int64)
     found: dict[str, Array] = {
         "prompt_length": prompt_lengths,
@@ -47,7 +46,7 @@ def batch_distributions(batch: Batch) -> dict[str, Array]:
         is_scored = ~np.isnan(rewards)
         found["reward"] = rewards[is_scored]
         with np.errstate(invalid="ignore"):  # infinite rewards result in NaN, which is counted
-            found["group_reward_std"] = _group_stds(rewards[is_scored], batch.group_index()[is_scored])
+            found["group_reward_std"] = group_stds(rewards[is_scored], batch.group_index()[is_scored])
     mask = batch.ragged("loss_mask").values
     for column, name in TOKEN_COLUMNS.items():
         if column in batch:
@@ -68,13 +67,3 @@ def timing_distributions(timings: Sequence[Timings]) -> dict[str, Array]:
         return {}
     parts = ("generate_s", "tools_s", "reward_s")
     return {f"distribution/{part}": np.asarray([getattr(timing, part) for timing in timings]) for part in parts}
-
-
-def _group_stds(rewards: Array, groups: Array) -> Array:
-    """Return the standard deviation within each group of two or more."""
-    counts = np.bincount(groups)
-    sizes = np.maximum(counts, 1)
-    means = np.bincount(groups, weights=rewards) / sizes
-    variances = np.bincount(groups, weights=(rewards - means[groups]) ** 2) / sizes
-    stds: Array = np.sqrt(variances[counts >= 2])
-    return stds

@@ -79,7 +79,7 @@ class MemoryWatch:
         self._every = every
         self._is_traced = is_traced and say is not None and every > 0
         self._num_steps = 0
-        if self._is_traced and not tracemalloc.is_tracing():
+        if self._is_traced:
             tracemalloc.start()
 
     def step(self, step: int | None = None) -> dict[str, float]:

@@ -156,7 +156,7 @@ class Histogram:
         edges = np.unique([low, *edges[(edges > low) & (edges < high)], high])
         middles = lows / 2 + highs / 2
         at = (np.searchsorted(edges, middles, side="right") - 1).clip(0, len(edges) - 2)
-        return edges, np.bincount(at, weights=self._counts[places], minlength=len(edges) - 1).astype(np.int64)
+        return edges, np.bincount(at, weights=self._counts[places]).astype(np.int64)
 
     def to_json(self) -> dict[str, Json]:
         """Return the exact state as JSON values; equal for equal values, however they were split."""

@@ -91,18 +91,24 @@ def summarize_rewards(rewards: Array, *, group_index: Array) -> dict[str, float]
         return metrics
     metrics |= spread("critic/score", scored) | spread("critic/rewards", scored)
     metrics["rollout/positive_reward_ratio"] = float((scored > 0).mean())
-    counts = np.bincount(groups)
-    with_pairs = counts >= 2
-    if with_pairs.any():
-        means = np.bincount(groups, weights=scored) / np.maximum(counts, 1)
-        variances = np.bincount(groups, weights=(scored - means[groups]) ** 2) / np.maximum(counts, 1)
-        lows, highs = np.full(len(counts), np.inf), np.full(len(counts), -np.inf)
-        np.minimum.at(lows, groups, scored)
-        np.maximum.at(highs, groups, scored)
-        is_equal = are_equal_rewards(lows[with_pairs], highs[with_pairs])
+    stds = group_stds(scored, groups)
+    if len(stds):
+        order = np.lexsort((scored, groups))
+        _, starts, counts = np.unique(groups[order], return_index=True, return_counts=True)
+        starts, counts = starts[counts >= 2], counts[counts >= 2]
+        is_equal = are_equal_rewards(scored[order[starts]], scored[order[starts + counts - 1]])
         metrics["rollout/groups_without_spread_ratio"] = float(is_equal.mean())
-        metrics["rollout/group_reward_std"] = float(np.sqrt(variances[with_pairs]).mean())
+        metrics["rollout/group_reward_std"] = float(stds.mean())
     return metrics
+
+
+def group_stds(values: Array, group_index: Array) -> Array:
+    """Return the standard deviation within each group of two or more values; [N] groups may be any integers."""
+    _, groups, counts = np.unique(group_index, return_inverse=True, return_counts=True)
+    means = np.bincount(groups, weights=values) / counts
+    variances = np.bincount(groups, weights=(values - means[groups]) ** 2) / counts
+    stds: Array = np.sqrt(variances[counts >= 2])
+    return stds
 
 
 def summarize_components(components: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -136,15 +136,13 @@ def mean_intervals(values: Floats, *, level: float = 0.95, num_draws: int = 1000
     Returns:
         [2, M] lower and upper ends; NaN for a metric with fewer than two prompts that count, or with an infinite one.
     """
-    num_metrics = values.shape[1]
-    counted = ~np.isnan(values)
-    has_interval = (counted.sum(axis=0) >= 2) & ~np.isinf(values).any(axis=0)
-    if not has_interval.any():
-        return np.full((2, num_metrics), np.nan)
-    tail = (1.0 - level) / 2.0
-    means = bootstrap_means(np.where(counted & ~has_interval, 0.0, values), num_draws=num_draws, seed=seed)
-    ends = np.nanquantile(np.where(has_interval, means, 0.0), [tail, 1.0 - tail], axis=0)
-    return np.where(has_interval, ends, np.nan)
+    has_interval = ((~np.isnan(values)).sum(axis=0) >= 2) & ~np.isinf(values).any(axis=0)
+    ends = np.full((2, values.shape[1]), np.nan)
+    if has_interval.any():
+        tail = (1.0 - level) / 2.0
+        means = bootstrap_means(values[:, has_interval], num_draws=num_draws, seed=seed)
+        ends[:, has_interval] = np.nanquantile(means, [tail, 1.0 - tail], axis=0)
+    return ends
 
 
 def bootstrap_means(values: Floats, *, num_draws: int, seed: int = 0) -> Floats:

@@ -106,7 +106,7 @@ def _flip_ranges(differences: Floats, *, num_draws: int) -> tuple[Floats, Floats
 def _scores(responses: ValidationResponses, variable: str) -> dict[tuple[str, str], float]:
     """Return the mean of a variable by source and uid; prompts without a value are left out."""
     rows: dict[tuple[str, str], list[float]] = {}
-    values: Floats = checked_columns(responses).get(variable, np.zeros(0))
+    values: Floats = checked_columns(responses).get(variable, np.empty(0))
     for source, uid, value in zip(responses.sources, responses.uids, values, strict=False):
         if not np.isnan(value):
             rows.setdefault((source, uid), []).append(float(value))

@@ -490,7 +490,7 @@ class TransformersModel(TokenScoring, torch.nn.Module):
         """Return how often a rank of the group calls the layers at most."""
         if self.calls_group is None:
             return count
-        most = torch.tensor(count, device=self._device)
+        most = torch.tensor(count)  # on the host, which then does not wait for a GPU
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.calls_group)
         return int(most)
 

@@ -224,7 +224,7 @@ def has_cpu_kernels() -> bool:
 
 
 def has_gpu_kernels(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether torch's flash kernels support such heads; the meta device counts as a GPU."""
+    """Return whether torch's flash kernels support such heads."""
     if device.type == "cuda":
         is_new = not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
         if not is_new or not torch.backends.cuda.is_flash_attention_available():

@@ -1,4 +1,4 @@
-"""Run cases, read and written as JSON lines: a whole step of one rank of a learner on the meta device."""
+"""Run cases, read and written as JSON lines: a whole step of one rank of a learner on an accelerator that computes nothing."""
 
 import json
 import sys
@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from meta_rank import META, as_on_gpu, become_rank, build, step_memory
+from pretend_rank import become_rank, build, install, pretending, step_memory
 from torch import Tensor
 
+from rl_core.devices import own_device
 from rl_core.data import Batch, Ragged, RowKey
 from rl_core.data.ragged import offsets_of
+from rl_core.weights import digest_tensors
 from rl_distill.architecture.policy_config import PolicyConfig
-from rl_distill.megatron.cpu import install_cpu_compatibility
+from rl_distill.learner import FIRST_ADAPTER
 from rl_distill.megatron.rank_batches import RankShare
+from rl_distill.megatron.rank_tensors import Exported
 from rl_distill.megatron.rank_trainer import RankTrainer
 from rl_distill.megatron.setup import ModelPlan
 from rl_distill.objectives import (
@@ -107,7 +110,7 @@ class Watched:
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Build a rank, score, train and export; return what was observed."""
     parallel, head = ParallelOptions(**case["layout"]), "value" if case["objective"] == "value" else "policy"
-    source = open_policy(case["policy"], is_critic=head == "value")
+    source = open_policy(case["policy"], is_critic=head == "value", backend=case["backend"])
     options, lora = LearnerOptions(**case["options"]), LoraOptions(rank=case["lora"])
     plan = ModelPlan(source=source, options=options, parallel=parallel, head=head, lora=lora)  # type: ignore[arg-type]
     rows = (case["length"],) * 4 if case["length"] else ROWS
@@ -116,21 +119,25 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     length = sum(rows) // parallel.context // (parallel.tensor if parallel.sequence else 1)
     become_rank(case["rank"], parallel)
-    with as_on_gpu(length=length, hidden_size=source.config.hidden_size) as mode:
+    with pretending(length=length, hidden_size=source.config.hidden_size) as mode:
         model = build(plan, is_large=case["is_large"])
+        mode.is_in_step = True
         found = _step(model, share, case["objective"]) if case["steps"] else {}
+        if case["steps"] > 1:
+            _between_steps(model, share, lora)
+            found |= _step(model, share, case["objective"])
         if case["length"]:
             train = partial(model.train_step, share, temperature=1.0, with_entropy=True)
             train(POLICY)  # creates Adam's moments
             found["step_memory"] = step_memory(model, POLICY, train)
-        return found | _tensors_of(model) | {"operations": sorted(mode.operations)}
+        return found | _tensors_of(model) | {"operations": sorted(mode.operations), "reads": sorted(mode.reads)}
 
 
 def _step(model: RankTrainer, share: RankShare, name: str) -> dict[str, Any]:
     config = model.plan.source.config
     if name == "whole distributions":
         rows = config.vocab_size // model.plan.parallel.tensor
-        model._teacher_heads = [torch.empty(rows, config.hidden_size, dtype=torch.bfloat16, device=META)]
+        model._teacher_heads = [torch.empty(rows, config.hidden_size, dtype=torch.bfloat16, device=own_device())]
     objective = Watched(OBJECTIVES[name])
     is_policy = model.plan.head == "policy"
     scored = model.score(share, temperature=1.0, top_k=TOP_K if is_policy else None)
@@ -142,6 +149,23 @@ def _step(model: RankTrainer, share: RankShare, name: str) -> dict[str, Any]:
         "computed_tokens": None if result is None else result.computed_tokens,
         "seen": sorted(objective.seen),
     }
+
+
+def _between_steps(model: RankTrainer, share: RankShare, lora: LoraOptions) -> None:
+    """Do what a run does between two steps: publish, save, offload, and train adapters in turn."""
+    if lora.rank:
+        model.score(share, temperature=1.0, weights="reference")
+        model.select_adapter("other", lora=lora, seed=1, rank=lora.rank)
+        model.select_adapter(FIRST_ADAPTER, lora=lora)
+    kinds: tuple[Exported, ...] = ("base", "adapter", "weights") if lora.rank else ("weights",)
+    for kind in kinds:
+        model.tensors.export(kind, on_host=True)
+    digest_tensors({one.rectangle.name: one.read() for one in model.tensors.held()}, kind="sums")
+    states, _ = model.tensors.empty_state()
+    model.tensors.state_pieces()
+    model.load_state(states, step=model.step)
+    model.offload()
+    model.reload()
 
 
 def _tensors_of(model: RankTrainer) -> dict[str, Any]:
@@ -163,7 +187,7 @@ def _tensors_of(model: RankTrainer) -> dict[str, Any]:
 def main() -> None:
     """Answer each case with its result or traceback."""
     warnings.simplefilter("ignore")
-    install_cpu_compatibility(META)
+    install()
     for line in sys.stdin:
         try:
             found = run_case(json.loads(line))
