@@ -121,7 +121,7 @@ class Reach:
                     mine.setdefault(moves[key](int(line)), set()).update(found)
         return reach
 
-    def of(self, file: str, line: int, last: int, inside: Sequence[tuple[int, int]]) -> list[str]:
+    def of(self, file: str, line: int, last: int, inside: Sequence[tuple[int, int]], *, is_run: bool) -> list[str]:
         """Return the tests that reach a change.
 
         Args:
@@ -130,16 +130,21 @@ class Reach:
             last: Its last line.
             inside: First and last line of each statement around it, the innermost first, and of the module. If only
                 imports run the innermost one, such as a default of a parameter, the tests of the next one count.
+            is_run: Whether a function runs the change. For others, child processes that import the source are not
+                enough.
         """
         mine = self.lines.get(file, {})
         new = self.new.get(file, set())
         if not any(number in mine or number in new for number in (*range(line, last + 1), inside[0][0])):
             return []
-        for first, end in ((line, last), (inside[0][0], inside[0][0]), *inside):
+        importing: set[str] = set()
+        own = [(line, last), (inside[0][0], inside[0][0])]
+        for place, (first, end) in enumerate([*own, *inside]):
             found = set().union(*(mine.get(number, set()) for number in range(first, end + 1)))
-            if found:
+            if found - importing and (is_run or place >= len(own)):
                 return sorted(found)
-        return []
+            importing |= found
+        return sorted(importing)
 
 
 def _moves(before: str, after: str) -> tuple[Callable[[int], int], set[int]]:

@@ -169,17 +169,22 @@ def record_missing(tests: Sequence[str], *, at_once: int, folder: Path) -> list[
     return [path for path in found.values() if path.exists()]
 
 
-def enclosing(change: Change, source: bytes) -> tuple[int, list[tuple[int, int]]]:
-    """Return the last line of a change, and first and last lines of the blocks around it, the innermost first."""
+def enclosing(change: Change, source: bytes) -> tuple[int, list[tuple[int, int]], bool]:
+    """Return a change's last line, the lines of the blocks around it, the innermost first, and if a function runs it.
+
+    Imports run all others, such as defaults and constants.
+    """
     last = change.line + source[change.span[0] : change.span[1]].count(b"\n")
-    blocks = []
+    blocks, is_run = [], False
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt | ast.Module):
             first = getattr(node, "lineno", 1)
             end = getattr(node, "end_lineno", None) or source.count(b"\n") + 1
             if first <= change.line and last <= end:
                 blocks.append((first, end))
-    return last, sorted(blocks, key=lambda block: block[1] - block[0])
+                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                is_run |= is_function and node.body[0].lineno <= change.line
+    return last, sorted(blocks, key=lambda block: block[1] - block[0]), is_run
 
 
 def choose(reach: Reach, tests: Sequence[str], *, limit_s: float) -> list[str]:
@@ -206,8 +211,8 @@ def try_changes(
     jobs = []
     for number, change in enumerate(changes):
         source = (ROOT / change.file).read_bytes()
-        last, blocks = enclosing(change, source)
-        reaching = reach.of(change.file, change.line, last, blocks)
+        last, blocks, is_run = enclosing(change, source)
+        reaching = reach.of(change.file, change.line, last, blocks, is_run=is_run)
         tests = choose(reach, reaching, limit_s=limit_s)
         outcome = Outcome(change, UNCOVERED, tests=len(tests), left_out=len(reaching) - len(tests))
         outcomes[number] = outcome

@@ -360,6 +360,47 @@ def test_a_step_shows_its_batch_with_all_sampled_tokens_and_adapts_the_coefficie
     assert unchanged == {"coefficient": 0.0}
 
 
+def test_maxrl_alone_refuses_a_reward_below_zero() -> None:
+    maxrl = {"algorithm": {"advantage": "maxrl"}}
+    rewards = np.array([0, -0.5, 1, 0, 0, 2], np.float32)
+    with pytest.raises(DataError, match=r"maxrl needs rewards of at least 0; found -0\.5"):
+        prepared(rows_of(reward=rewards), maxrl)
+    rows = rows_of(reward=np.abs(rewards))
+    assert_same(prepared(rows, maxrl)[0], with_rewards(rows, "maxrl"))
+    rows = rows_of(reward=rewards)
+    assert_same(prepared(rows, {})[0], with_rewards(rows))
+
+
+def test_a_critic_alone_trains_in_the_first_steps_counted_from_one() -> None:
+    rows = rows_of()
+    for step, trains in ((1, False), (2, False), (3, True)):
+        policy, critic = Model(), Model(name="critic")
+        learn(parts_of(CRITIC, policy=policy, critic=critic), rows, Recorder(), step=step, kl_state={})
+        assert (len(policy.calls), len(critic.calls)) == (int(trains), 2)  # values and an update
+
+
+@pytest.mark.parametrize("prompts", [[], ["{prompt} Hint"]])
+def test_a_policy_that_teaches_itself_scores_the_rows_late(prompts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, asked = rows_of(), []
+
+    def scores(rows: Batch, score: Any, *, keeps_prompts: bool) -> Batch:
+        asked.append((score, keeps_prompts))
+        return rows.with_columns({"returns": rows.ragged("old_logprobs")})
+
+    monkeypatch.setattr(learning_step, "with_self_scores", scores)
+    distillation = {"self_teacher": {"model": "policy", "prompts": prompts}}
+    parts, recorder = parts_of({"distillation": distillation}, self_teacher="the policy"), Recorder(strict=True)
+    assert "returns" in with_late_columns(parts, rows, recorder).names
+    assert asked == [("the policy", not prompts)]
+    assert [name for name in recorder.reduce() if name.startswith("timing_s/teacher")]
+    assert with_late_columns(parts_of({"distillation": distillation}), rows, Recorder()) is rows
+
+
+def test_a_kl_needs_a_reference_that_is_loaded() -> None:
+    rows = rows_of()
+    assert with_late_columns(parts_of({"algorithm": {"kl_coefficient": 0.1}}), rows, Recorder()) is rows
+
+
 def test_tokens_that_the_correction_rejected_are_shown_without_result() -> None:
     rows = rows_of()
     mask = rows.ragged("loss_mask")

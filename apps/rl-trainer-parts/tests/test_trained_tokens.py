@@ -11,7 +11,6 @@ from tiny_run import example_module, make_tiny_policy
 from transformers import AutoModelForCausalLM
 
 from rl_core import Batch, Trajectory
-from rl_core.errors import DataError
 from rl_distill import LearnerOptions
 from rl_distill.megatron.learner import MegatronLearner
 from rl_metrics.reductions import Recorder
@@ -71,12 +70,6 @@ def test_a_response_cut_in_a_later_turn_counts_and_does_not_train(correction: di
     assert metrics["critic/score/mean"] == metrics["critic/rewards/mean"] == 0.5
     assert metrics["response_length/mean"] == 4
     assert (metrics["response/aborted_ratio"], metrics["response_length/clip_ratio"]) == (0.0, 0.5)
-
-
-def test_maxrl_refuses_a_reward_below_zero() -> None:
-    rows = Batch.from_trajectories([trajectory(0, reward=1.0), trajectory(1, reward=-0.5)])
-    with pytest.raises(DataError, match=r"maxrl needs rewards of at least 0; found -0\.5"):
-        prepare_batch(parts_with({"algorithm": {"name": "maxrl"}}), rows, Recorder(), kl_coefficient=0.0)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,14 @@ from rl_distill.objectives import (
     with_loss_weights,
 )
 from rl_distill.objectives import advantages as by_session
-from rl_distill.objectives.registry import ADVANTAGES
+from rl_distill.objectives.aggregation import AGGREGATIONS, token_weights
+from rl_distill.objectives.batch_advantages import masked_whiten
+from rl_distill.objectives.correction import importance_ratios, importance_weights, mismatch_sums
+from rl_distill.objectives.covariance_policy_loss import covariances
+from rl_distill.objectives.micro_batches import masked
+from rl_distill.objectives.registry import ADVANTAGES, BoundPolicyLoss, try_advantage, try_policy_loss
+from rl_distill.objectives.rewarded_rows import RewardedRows
+from rl_distill.objectives.value import value_losses
 
 ESTIMATORS = {
     "grpo": grpo_advantages,
@@ -149,3 +156,91 @@ def test_nested_tensors_are_refused_with_what_to_do(layout, name):
     given[name] = torch.nested.nested_tensor([torch.full((2,), -1.0), torch.full((3,), -1.0)], layout=layout)
     with pytest.raises(ShapeError, match=rf"{name} must be padded.*found a nested tensor.*to_padded_tensor"):
         PolicyTokens.from_padded(given.pop("policy_logprobs"), given.pop("loss_mask"), **given)
+
+
+def checked_alike():
+    """Yield (call, arguments, names of those that have one value a token) of functions on packed tokens."""
+    ones, mask = torch.ones(3), torch.ones(3, dtype=torch.bool)
+    yield covariances, {"logprobs": ones, "advantages": ones, "loss_mask": mask}
+    yield value_losses, {"values": ones, "old_values": ones, "returns": ones}
+    yield masked_whiten, {"values": ones, "mask": mask}
+    yield (
+        token_weights,
+        {"loss_mask": mask, "offsets": torch.tensor([0, 3]), "row_weights": AGGREGATIONS.get("token-sum")},
+    )
+    yield masked, {"values": ones, "mask": mask, "name": "values"}
+    packed = {"loss_mask": mask, "offsets": torch.tensor([0, 3])}
+    yield partial(token_weights, row_weights=AGGREGATIONS.get("token-sum")), packed
+    yield partial(importance_weights, level="token"), {"log_ratio": ones, **packed}
+    yield partial(importance_ratios, level="token"), {"log_ratio": ones, **packed}
+    yield mismatch_sums, {"old_logprobs": ones, "rollout_logprobs": ones, **packed}
+    yield PolicyTokens, {"policy_logprobs": ones, "old_logprobs": ones, "advantages": ones, **packed}
+    index = torch.arange(3)
+    rows = dict.fromkeys(("group", "session", "output"), index)
+    yield RewardedRows, {"rewards": ones, **rows, "loss_mask": mask, "offsets": torch.arange(4), "columns": {"a": ones}}
+    yield opo_of, {"rewards": ones, "group": index, "num_tokens": index}
+
+
+def opo_of(rewards, group, num_tokens):
+    return by_session.opo_advantages(rewards, group, num_tokens)
+
+
+@pytest.mark.parametrize(("call", "given"), checked_alike())
+def test_one_argument_of_another_shape_or_dtype_is_refused(call, given):
+    call(**given)
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        wrong = [value[:1], value[:, None], value[None]]
+        wrong += [value.float()] if value.dtype == torch.bool and call is not masked else []
+        wrong += [value + 1, value.flip(0), value.int()] if name == "offsets" else []
+        for other in wrong:
+            with pytest.raises(ShapeError, match=r"must (have|run)|offsets must be"):
+                call(**{**given, name: other})
+    if call is RewardedRows:
+        for name in ("columns", "row_columns"):
+            with pytest.raises(ShapeError, match="a must have shape"):
+                call(**{**given, name: {"a": torch.ones(2)}})
+        for rewards in (torch.tensor([1.0, torch.inf, torch.nan]), torch.tensor([1.0, -torch.inf, torch.nan])):
+            with pytest.raises(DataError, match=r"rows \[1, 2\] of 3 are not"):
+                call(**{**given, "rewards": rewards})
+
+
+def test_functions_are_tried_on_what_trains():
+    seen = []
+
+    def mine(tokens, *, power: float = 1.0):
+        seen.append(tokens)
+        return tokens.advantages**power
+
+    def select(old_logprobs, advantages, loss_mask):
+        return loss_mask
+
+    try_policy_loss(BoundPolicyLoss(loss=mine, select=None))
+    try_policy_loss(BoundPolicyLoss(loss=mine, select=select))
+    assert [one.loss_mask.tolist() for one in seen] == [[True], [True]]
+    assert [one.offsets.tolist() for one in seen] == [[0, 1]] * 2
+    assert (seen[0].selection, seen[1].selection.tolist()) == (None, [True])
+    with pytest.raises(SettingsError, match="the policy loss fails with its options: "):
+        try_policy_loss(BoundPolicyLoss(loss=partial(mine, power="2"), select=None))
+
+
+def test_an_estimator_is_tried_on_two_sessions_of_one_prompt(monkeypatch):
+    seen = []
+
+    def mine(rows, *, weights=None, power: float = 1.0):
+        seen.append(rows)
+        return {"advantages": rows.rewards**power}
+
+    monkeypatch.setitem(ADVANTAGES._builtin, "mine", mine)
+    try_advantage("mine", {"weights": {"style": 1.0}})
+    (rows,) = seen
+    assert (rows.group.tolist(), rows.session.tolist(), rows.output.tolist()) == ([0, 0], [0, 1], [0, 0])
+    assert (rows.loss_mask.tolist(), rows.offsets.tolist(), rows.rewards.tolist()) == ([True] * 2, [0, 1, 2], [0.0] * 2)
+    assert set(rows.columns) == {"values", "old_logprobs", "sum_pi_squared"}
+    assert set(rows.row_columns) == {"reward_baseline", "reward/style"}
+    try_advantage("mine", {})
+    assert set(seen[-1].row_columns) == {"reward_baseline", "reward/any"}
+    monkeypatch.setitem(ADVANTAGES._builtin, "fails", lambda rows: rows.rewards + "a")
+    with pytest.raises(SettingsError, match=r"advantage 'fails' fails with the options \{\}: "):
+        try_advantage("fails", {})

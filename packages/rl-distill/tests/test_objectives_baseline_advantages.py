@@ -162,3 +162,9 @@ def test_otb_of_a_lone_trajectory_is_its_return_and_of_certain_tokens_too():
     certain = {"old_logprobs": [0.0, 0.0], "sum_pi_squared": [1.0, 1.0]}
     found = optimal_token_baseline(rows_of([2.0, 1.0], lengths=[1, 1], columns=certain))["advantages"]
     assert found.tolist() == [2.0, 1.0]
+
+
+def test_otb_divides_by_the_energy_and_a_floor():
+    columns = {"old_logprobs": [0.0, 0.0], "sum_pi_squared": [1 + 1e-8] * 2}  # energies of 1e-8 each
+    found = optimal_token_baseline(rows_of([3.0, 0.0], lengths=[1, 1], columns=columns))["advantages"]
+    assert found.tolist() == pytest.approx([2.0, -1.0], rel=1e-6)

@@ -245,3 +245,37 @@ def test_truncated_sessions_count_in_the_advantages_and_not_in_the_loss(batch):
 def test_all_may_be_truncated(batch):
     masked, share = without_truncated(cut(batch, True, True, True, True, True))
     assert (share, masked.ragged("loss_mask").values.any()) == (1.0, False)
+
+
+def test_nothing_of_no_rows_is_truncated(batch):
+    empty = cut(batch, *[True] * 5).select(np.zeros(0, np.int64))
+    masked, share = without_truncated(empty)
+    assert (len(masked), share) == (0, 0.0)
+
+
+def test_what_is_left_out_is_the_documented_default(batch):
+    batch = with_column(batch, "old_logprobs", -1.0 + np.log([4.0, 1.0, 0.1, 1.0, 1.0, 1.0]))
+    batch = with_column(batch, "reference_logprobs", [-1.5, -0.5, -1.0, -1.0, -2.0, -1.0])
+    batch = with_advantages(batch)
+    select = policy_loss_with_options("kl_cov", {"share": 0.3}).select
+    weigh, metrics = with_correction_weights, correction_weight_metrics
+    pairs = [
+        (with_advantages(batch), with_advantages(batch, advantage="grpo", session_rule="last")),
+        (with_loss_weights(batch), with_loss_weights(batch, aggregation="token-mean")),
+        (weigh(batch, level="token"), weigh(batch, level="token", cap=2.0)),
+        (
+            with_kl_in_reward(batch, coefficient=1.0),
+            with_kl_in_reward(batch, coefficient=1.0, estimator="k1", policy_logprobs="old_logprobs"),
+        ),
+        (
+            with_token_selection(batch, select=select),
+            with_token_selection(batch, select=select, policy_logprobs="old_logprobs"),
+        ),
+    ]
+    for found, expected in pairs:
+        assert found.names == expected.names
+        for name in found.names - {"reward"}:
+            assert not isinstance(found[name], Ragged) or np.array_equal(found[name].values, expected[name].values)
+    weighted = weigh(batch, level="token", cap=2.0)
+    assert metrics(weighted, level="token") == metrics(weighted, level="token", cap=2.0, floor=None)
+    assert mean_reference_kl(batch) == mean_reference_kl(batch, estimator="k3", policy_logprobs="old_logprobs")

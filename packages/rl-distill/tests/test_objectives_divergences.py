@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from rl_core.errors import DataError, NotReadyError, SettingsError, ShapeError
 from rl_distill.learner import MicroBatch
 from rl_distill.objectives import DistillationObjective, DistillationObjectiveOptions
 from rl_distill.objectives.chunked_head import chunked_head_divergence
-from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms
+from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms, top_k_divergence
 from rl_distill.objectives.logit_divergence import LogitDivergence
 from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
 from rl_distill.objectives.vocabulary import VocabularyPart, likeliest
@@ -145,32 +146,6 @@ def test_gradients_are_those_of_finite_differences(kind: str, distribution: str,
     assert torch.autograd.gradcheck(lambda logits: compare(logits, teacher).losses, student)
 
 
-@pytest.mark.parametrize(
-    ("kind", "distribution", "tail"), [("forward_kl", "top_k", "bucket"), ("js", "full", "bucket")]
-)
-def test_a_head_in_chunks_has_the_gradients_of_finite_differences(kind: str, distribution: str, tail: str) -> None:
-    options = DivergenceOptions(kind=kind, distribution=distribution, tail=tail)
-    teacher = teacher_of(random_logits(5, seed=1), k=4)
-    compare, weights = divergence(options), random_logits(5, size=1, seed=3).flatten()
-
-    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        found = chunked_head_divergence(
-            hidden, weight, weights=weights, teacher=teacher, divergence=compare, chunk_logits=2 * V
-        )
-        return 3.0 * found.weighted.sum()
-
-    hidden, weight = random_logits(5, size=6, seed=4), random_logits(V, size=6, seed=5)
-    grads = torch.autograd.grad(loss(hidden.requires_grad_(), weight.requires_grad_()), (hidden, weight))
-    for tensor, grad in zip((hidden, weight), grads, strict=True):
-        for place in range(tensor.numel()):
-            step = torch.zeros(tensor.numel(), dtype=torch.float64)
-            step[place] = 1e-6
-            moved = [tensor.detach() + sign * step.view_as(tensor) for sign in (1, -1)]
-            pairs = [(one, weight.detach()) if tensor is hidden else (hidden.detach(), one) for one in moved]
-            difference = float(loss(*pairs[0]) - loss(*pairs[1])) / 2e-6
-            assert float(grad.flatten()[place]) == pytest.approx(difference, rel=1e-5, abs=1e-8)
-
-
 def test_a_head_in_chunks_gives_its_gradients_once() -> None:
     hidden = random_logits(3, size=6).requires_grad_()
     found = chunked_head_divergence(
@@ -277,6 +252,85 @@ def test_clamps_are_off_and_counted_where_they_bite() -> None:
     tails = [1 - of.exp().sum(-1) for of in (log_q, taught.logprobs[:, 1:])]
     bites = (log_q < -5).any(-1) | (taught.logprobs[:, 1:] < -5).any(-1) | sum(of.log() < -5 for of in tails).bool()
     assert torch.equal(low.clamped_fraction == 1, bites)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "uld"])
+@pytest.mark.parametrize("distribution", ["top_k", "full"])
+def test_measures_compare_the_likeliest_tokens_of_both(kind: str, distribution: str) -> None:
+    if (kind, distribution) == ("uld", "full"):
+        return
+    k = 4 if distribution == "top_k" else V // 2
+    student, teacher = random_logits(9, seed=2) * 2, random_logits(9, seed=1) * 2
+    student[:3] += 4 * teacher[:3]  # nearly alike
+    taught = teacher_of(teacher, k=4)
+    taught.ids[4, 3:], taught.logprobs[4, 3:] = -1, 0.0  # only two of its top tokens
+    taught.ids[5, 1:], taught.logprobs[5, 1:] = -1, 0.0  # none
+    taught.index[7] = -1
+    found = divergence(DivergenceOptions(kind=kind, distribution=distribution))(student, taught)
+    p, q = (of.softmax(-1) for of in (teacher, student))
+    for row in range(9):
+        best = q[row].topk(k).indices.tolist()
+        ids = [one for one in taught.ids[row, 1:].tolist() if one >= 0]
+        given = len(ids)
+        ids = p[row].topk(k).indices.tolist() if distribution == "full" else ids
+        compared = best[:given] if kind == "uld" else ids
+        masses = (1.0, 1.0) if distribution == "full" else (float(q[row, compared].sum()), float(p[row, ids].sum()))
+        expected = {
+            "student_mass": masses[0],
+            "teacher_mass": masses[1],
+            "tail_mass": 1 - masses[1],
+            "overlap_ratio": len({*ids} & {*best}) / max(1, len(ids)),
+            "agreement": float(ids[:1] == best[:1]),
+            "clamped_fraction": 0.0,
+        }
+        for name, value in expected.items():
+            assert float(getattr(found, name)[row]) == pytest.approx(value * (row != 7), abs=1e-6), (row, name)
+
+
+@pytest.mark.parametrize("distribution", ["top_k", "full"])
+def test_a_value_on_a_bound_is_not_clamped(distribution: str) -> None:
+    student, teacher = random_logits(6, seed=2) * 2, random_logits(6, seed=1) * 2
+    options = {"distribution": distribution, "tail": "drop"}
+    compare = divergence(DivergenceOptions(**options))
+    losses = compare(student, teacher_of(teacher, k=3)).losses
+    for row in range(6):
+        one = teacher_of(teacher[row : row + 1], k=3)
+        at_least, below = float(losses[row]), float(losses[row]) * (1 - 1e-9)
+        for bound, is_clamped in ((at_least, 0.0), (below, 1.0)):
+            if bound > 0:
+                found = divergence(DivergenceOptions(**options, max_loss=bound))(student[row : row + 1], one)
+                assert float(found.clamped_fraction) == is_clamped
+        log_p, log_q = (of[row : row + 1].log_softmax(-1) for of in (teacher, student))
+        if distribution == "top_k":
+            log_p, log_q = one.logprobs[:, 1:], log_q.gather(-1, one.ids[:, 1:])
+        lowest = torch.cat([log_p, log_q]).amin(-1)
+        bound = float(lowest.min())
+        for limit, is_clamped in ((bound - 1e-9, 0.0), (bound + 1e-9, 1.0), (bound / 2, 1.0)):
+            found = divergence(DivergenceOptions(**options, min_logprob=limit))(student[row : row + 1], one)
+            assert float(found.clamped_fraction) == is_clamped, (row, limit)
+
+
+def test_an_exact_bound_of_logprobs_is_not_clamped() -> None:
+    log_p = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    given = {"is_given": torch.tensor([[True, True]]), "num_tokens": 4}
+    tail = torch.tensor([-2.0], dtype=torch.float64)
+    for one, other, is_clamped in ((log_p, log_p - 1, True), (log_p, log_p, False), (log_p - 1, log_p, True)):
+        options = DivergenceOptions(tail="drop", min_logprob=-2.0)
+        assert top_k_divergence(one, other, tail, **given, options=options)[1].tolist() == [is_clamped]
+    masked = {**given, "is_given": torch.tensor([[True, False]])}
+    assert top_k_divergence(log_p, log_p - 1, tail, **masked, options=options)[1].tolist() == [False]
+    only = DivergenceOptions(distribution="full", min_logprob=math.log(0.25))
+    even = torch.zeros(1, 4, dtype=torch.float64)
+    exact = float(even.log_softmax(-1)[0, 0])
+    found = divergence(replace(only, min_logprob=exact), size=4)(even, teacher_of(even, k=2))
+    assert float(found.clamped_fraction) == 0.0
+
+
+def test_shapes_of_logprobs_are_checked() -> None:
+    two = torch.zeros(2, 3)
+    for shapes in ((two, two[:, :2], two[:, 0]), (two[0], two[0], two[0, 0]), (two, two, two[:1, 0])):
+        with pytest.raises(ShapeError, match=r"log_p and log_q must be \[M, K\] and log_q_tail \[M\]"):
+            top_k_divergence(*shapes, is_given=two == 0, num_tokens=4, options=DivergenceOptions())
 
 
 def test_a_token_that_was_left_out_is_in_the_tail_even_where_k_is_the_whole_vocabulary() -> None:
@@ -387,6 +441,99 @@ def test_what_was_not_scored_is_not_looked_at_and_lists_are_tensors() -> None:
     assert TeacherTokens.from_top_k([[1, 0]], [[-0.5, -1.0]]).logprobs.tolist() == [[0.0, -0.5, -1.0]]
     half = torch.log_softmax(torch.zeros(1, 1000), -1).bfloat16()
     assert len(TeacherTokens.from_top_k(torch.arange(1000)[None], half)) == 1  # bfloat16 rounds the sum above 1
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "said"),
+    [
+        ([0.0100000, -9.0], None),  # rounding
+        ([0.0150000, -9.0], "at most 0"),
+        ([math.log(0.60), math.log(0.44)], None),
+        ([math.log(0.60), math.log(0.48)], "sum to at most 1"),
+        ([-math.inf, -1.0], None),
+    ],
+)
+def test_the_rounding_of_a_teacher_is_taken(logprobs: list[float], said: str | None) -> None:
+    make = lambda: TeacherTokens.from_top_k(torch.tensor([[3, 4]]), torch.tensor([logprobs]))
+    if said is None:
+        assert len(make()) == 1
+    else:
+        with pytest.raises(DataError, match=said):
+            make()
+
+
+def test_the_message_names_the_first_wrong_token_and_shows_few_of_many() -> None:
+    logprobs, ids = torch.full((5, 12), -4.0), torch.arange(12).repeat(5, 1)
+    ids[[1, 3, 4], 11] = -2
+    with pytest.raises(
+        DataError, match=r"found \[0, 1, 2, 3, 4, 5, 6, 7\] at token 1 \(2 such tokens in total\)\. Mask"
+    ):
+        TeacherTokens(logprobs=logprobs, ids=ids, index=torch.tensor([0, 0, 0, -1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"index": torch.zeros(3, dtype=torch.int64)}, r"index \[M\]; found \[2, 2\], \[2, 2\] and \[3\]"),
+        ({"index": torch.zeros(2)}, "index of torch.float32"),
+        ({"index": torch.zeros(2, dtype=torch.bool)}, "index of torch.bool"),
+        ({"logprobs": torch.zeros(2, 3)}, r"found \[2, 2\], \[2, 3\]"),
+        ({"ids": torch.zeros(2, 0, dtype=torch.int64), "logprobs": torch.zeros(2, 0)}, r"found \[2, 0\]"),
+        ({"ids": torch.zeros(2, dtype=torch.int64), "logprobs": torch.zeros(2)}, r"found \[2\], \[2\]"),
+    ],
+)
+def test_a_teachers_data_of_other_shapes_and_dtypes_are_refused(change: dict[str, torch.Tensor], said: str) -> None:
+    good = {"ids": torch.ones(2, 2, dtype=torch.int64), "logprobs": torch.full((2, 2), -1.0)}
+    with pytest.raises(ShapeError, match=said):
+        TeacherTokens(**({**good, "index": torch.zeros(2, dtype=torch.int64)} | change))
+
+
+def test_tokens_of_a_teacher_are_selected_with_their_hidden_states() -> None:
+    teacher = teacher_of(random_logits(5), k=2)
+    for rows in (torch.tensor([3, 0]), slice(1, 3)):
+        chosen = teacher.select(rows)
+        for name in ("ids", "logprobs", "index", "hidden"):
+            assert torch.equal(getattr(chosen, name), getattr(teacher, name)[rows])
+    assert TeacherTokens.from_top_k(IDS, LOGPROBS).select(slice(2)).hidden is None
+    given = TeacherTokens.from_top_k(IDS, LOGPROBS, index=torch.arange(4), hidden=torch.ones(4, 2))
+    assert (given.index.tolist(), given.hidden.shape) == ([0, 1, 2, 3], (4, 2))
+    assert TeacherTokens.from_top_k(IDS, LOGPROBS).index.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "index", "is_refused"),
+    [
+        ([5, 3, 4], [-0.1, -1.0, -2.0], 0, True),
+        ([5, 3, 4], [-0.1, -1.0, -2.0], -1, False),  # not scored
+        ([3, 3, 4], [-0.1, -1.0, -2.0], 0, False),  # the same token
+        ([-1, 3, 4], [0.0, -1.0, -2.0], 0, False),  # no sampled token
+        ([5, -1, -1], [-0.1, 0.0, 0.0], 0, False),  # no top
+        ([5, 3, 4], [-0.995, -1.0, -2.0], 0, False),  # rounding
+        ([5, 3, 4], [-0.985, -1.0, -2.0], 0, True),
+    ],
+)
+def test_a_sampled_token_is_no_likelier_than_the_likeliest(ids, logprobs, index, is_refused) -> None:
+    """Another teacher's row comes first, so that the message must name the second."""
+    teacher = TeacherTokens(
+        ids=torch.tensor([[1, 1, 2], ids]),
+        logprobs=torch.tensor([[-0.5, -0.5, -1.5], logprobs]).double(),
+        index=torch.tensor([0, index]),
+    )
+    if is_refused:
+        with pytest.raises(DataError, match=r"at token 1 id 5 with -0\.\d+, more likely than .*, id 3 with -1"):
+            divergence(DivergenceOptions())(random_logits(2), teacher)
+    else:
+        divergence(DivergenceOptions())(random_logits(2), teacher)
+
+
+def test_ids_above_the_vocabulary_count_only_where_a_teacher_scored() -> None:
+    teacher = teacher_of(random_logits(4), k=2)
+    teacher.ids[2, 1], teacher.index[2] = V, -1
+    divergence(DivergenceOptions())(random_logits(4), teacher)
+    teacher.ids[[1, 3], 2] = torch.tensor([V + 5, V])
+    with pytest.raises(DataError, match=r"below 11, .* found 16 at token 1 \(2 such tokens in total\)"):
+        divergence(DivergenceOptions())(random_logits(4), teacher)
+    divergence(DivergenceOptions(distribution="full"))(random_logits(4), teacher)
 
 
 def test_logits_that_do_not_fit_the_teacher_are_refused() -> None:

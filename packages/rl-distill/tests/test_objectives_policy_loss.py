@@ -171,3 +171,12 @@ def test_what_is_not_padded_alike_is_refused(change, said):
         PolicyTokens.from_padded(**given)
     with pytest.raises(SettingsError, match=r"unknown aggregation.*token-mean"):
         aggregate(old, mask, aggregation="mean-token")
+
+
+def test_nothing_that_trains_has_a_loss_and_metrics_of_zero():
+    logprobs, old, mask, advantages = padded()
+    tokens = PolicyTokens.from_padded(logprobs, 0 * mask, advantages=advantages, old_logprobs=old)
+    loss, metrics = compute_policy_loss(tokens)
+    assert float(loss) == 0.0
+    assert {float(value) for value in metrics.values()} == {0.0}
+    assert len(metrics) == 3

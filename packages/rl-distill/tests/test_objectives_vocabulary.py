@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_core.errors import ShapeError
+from rl_distill.objectives import chunked_head
 from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.divergences import DivergenceOptions
 from rl_distill.objectives.logit_divergence import LogitDivergence
@@ -232,6 +233,8 @@ def test_logits_that_are_no_slice_of_the_vocabulary_are_refused():
         all_logprobs(torch.zeros(2, 5), part=part)
     with pytest.raises(ShapeError, match=r"logits must be \[M, V\].*found \[2, 2, 6\]"):
         all_logprobs(torch.zeros(2, 2, 6), part=part)
+    with pytest.raises(ShapeError, match=r"found \[11\]"):
+        all_logprobs(torch.zeros(V), part=VocabularyPart(V))
     for k in (-1, V + 1):
         with pytest.raises(ShapeError, match=rf"k must be in \[0, 11\].*found {k}"):
             likeliest(torch.zeros(2, V), k, part=VocabularyPart(V))
@@ -308,3 +311,36 @@ def test_divergences_of_slices_and_chunks_are_those_of_the_whole(sliced, options
         return of_head / 3.0
 
     torch.testing.assert_close(joined(sliced(head, work, dim=0), dim=0), grads[1])
+
+
+@pytest.mark.parametrize(("chunk_logits", "sizes"), [(1, [1] * 6), (2 * V, [2] * 3), (5 * V - 1, [4, 2]), (999, [6])])
+def test_a_chunk_has_at_most_the_given_number_of_logits(chunk_logits, sizes, monkeypatch):
+    teacher, _ = teacher_of(hidden=False)
+    seen, one_chunk = [], chunked_head._one_chunk
+
+    def noting(hidden, *others):
+        seen.append(len(hidden))
+        return one_chunk(hidden, *others)
+
+    monkeypatch.setattr(chunked_head, "_one_chunk", noting)
+    divergence = LogitDivergence(options=DivergenceOptions(), part=VocabularyPart(V))
+    given = {"teacher": teacher, "divergence": divergence, "chunk_logits": chunk_logits}
+    chunked_head_divergence(weights_of(M, 5), weights_of(V, 5), weights=weights_of(M), **given)
+    assert seen == sizes
+    given["teacher"] = teacher.select(slice(0))
+    found = chunked_head_divergence(weights_of(0, 5), weights_of(V, 5), weights=weights_of(0), **given)
+    assert (len(found.weighted), len(found.comparison.losses), found.logprobs, found.entropy) == (0, 0, None, None)
+
+
+@pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=["hidden", "weight"])
+def test_a_head_of_which_one_side_trains_computes_its_gradient_alone(trained):
+    teacher, _ = teacher_of(hidden=False)
+    divergence = LogitDivergence(options=DivergenceOptions(), part=VocabularyPart(V))
+    inputs = [weights_of(size, 5).float().requires_grad_(has) for size, has in zip((M, V), trained, strict=True)]
+    found = chunked_head_divergence(*inputs, weights=weights_of(M).float(), teacher=teacher, divergence=divergence)
+    found.weighted.sum().backward()
+    leaves = [one.detach().clone().requires_grad_() for one in inputs]
+    (weights_of(M) * divergence(leaves[0] @ leaves[1].T, teacher).losses).sum().backward()
+    for one, leaf, has in zip(inputs, leaves, trained, strict=True):
+        assert (one.grad is not None) == has
+        assert not has or torch.allclose(one.grad, leaf.grad, rtol=1e-4, atol=1e-5)

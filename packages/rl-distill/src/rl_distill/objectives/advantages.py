@@ -126,7 +126,7 @@ def opo_advantages(rewards: Tensor, group: Tensor, num_tokens: Tensor) -> Tensor
     check_rows({"rewards": rewards, "num_tokens": num_tokens})
     centered, index = _centered(rewards, group)
     weights = num_tokens.double()
-    totals = weights.new_zeros(int(index.max()) + 1 if len(index) else 0)
+    totals = weights.new_zeros(len(torch.bincount(index)))
     lengths = totals.index_add(0, index, weights).clamp(min=1)
     # Averaging centered rewards keeps the zeros of equal rewards exact.
     baselines = totals.index_add(0, index, weights * centered) / lengths
@@ -154,8 +154,7 @@ def gpg_advantages(
         SettingsError: eps is below 0.
     """
     centered, index = _centered(rewards, group)
-    teaches = torch.zeros(int(index.max()) + 1 if len(index) else 0, dtype=torch.float64, device=index.device)
-    teaches = teaches.index_add(0, index, centered.abs()) > 0
+    teaches = centered.new_zeros(len(torch.bincount(index))).index_add(0, index, centered.abs()) > 0
     alpha = len(rewards) / teaches[index].sum().clamp(min=1)
     scale = _scales(centered, index, eps=eps)[index] if divide_by_std else 1.0
     return (alpha * centered / scale).to(_dtype(rewards))

@@ -204,8 +204,7 @@ class LogitDivergence:
         logits = hidden.new_zeros(len(hidden), self.heads[0].shape[0])
         for number, head in enumerate(self.heads):
             rows = (teacher.index == number).nonzero().squeeze(1)
-            if len(rows):
-                logits[rows] = (hidden[rows, : head.shape[1]].to(head.dtype) @ head.T).to(logits.dtype)
+            logits[rows] = (hidden[rows, : head.shape[1]].to(head.dtype) @ head.T).to(logits.dtype)
         return logits
 
 
@@ -222,8 +221,6 @@ def _refuse_unknown_tokens(teacher: TeacherTokens, num_tokens: int) -> None:
 
 def _is_among(ids: Tensor, others: Tensor) -> Tensor:
     """Return [M, K] bool, True where an id occurs among the others of its row."""
-    if not ids.shape[-1] or not others.shape[-1]:
-        return torch.zeros_like(ids, dtype=torch.bool)
     ordered = others.sort(-1).values
     places = torch.searchsorted(ordered, ids.contiguous()).clamp_max(ordered.shape[-1] - 1)
     return ordered.gather(-1, places) == ids

@@ -68,8 +68,7 @@ def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_pla
     if in_place:
         scaled = scaled.div_(temperature) if temperature != 1.0 else scaled
     else:
-        scaled = scaled if scaled.dtype == torch.float64 else scaled.float()
-        scaled = scaled / temperature if temperature != 1.0 or scaled is logits else scaled.clone()
+        scaled = (scaled if scaled.dtype == torch.float64 else scaled.float()) / temperature
     largest = scaled.amax(-1) if scaled.shape[-1] else scaled.new_full(scaled.shape[:1], -torch.inf)
     return scaled.sub_(part.largest(largest).unsqueeze(-1))
 
