@@ -20,8 +20,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed import fake_pg
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from rl_core.devices import own_device
 from rl_distill.megatron import layers, setup
@@ -64,10 +64,14 @@ class Place(NamedTuple):
 LISTED = {
     Place("rl_distill/megatron/rank_batches.py", "_numbers"): "once a step: the loss and all metrics in one transfer",
     Place("rl_distill/megatron/rank_batches.py", "_broken"): "only after a loss that is not finite, to name its rows",
-    Place("rl_distill/megatron/optimizer.py", "grad_norm"): "once a step: decides whether it is taken, and its clipping",
+    Place(
+        "rl_distill/megatron/optimizer.py", "grad_norm"
+    ): "once a step: decides whether it is taken, and its clipping",
     Place("rl_distill/megatron/any_model/sharded.py", "grad_norm"): "the same of weights that are divided",
     Place("rl_distill/megatron/rank_model.py", "score"): "once a batch, when all of its passes are queued",
-    Place("rl_distill/megatron/rank_model.py", "_run"): "once a batch: counts of rerouted rows, if experts are replayed",
+    Place(
+        "rl_distill/megatron/rank_model.py", "_run"
+    ): "once a batch: counts of rerouted rows, if experts are replayed",
     Place("rl_distill/packing.py", "unpack_values"): "once a step, if the caller wants values of tokens",
     Place("rl_distill/megatron/any_model/chunk.py", "_bucket_inputs"): "images of rows that a class computes padded",
     Place("rl_distill/megatron/rank_tensors.py", "export"): "between steps: weights for another process, all of them",

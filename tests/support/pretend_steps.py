@@ -1,4 +1,4 @@
-"""Run cases, read and written as JSON lines: a whole step of one rank of a learner on an accelerator that computes nothing."""
+"""Run cases, read and written as JSON lines: steps of one rank of a learner on the pretend accelerator."""
 
 import json
 import sys
@@ -14,9 +14,9 @@ import torch
 from pretend_rank import become_rank, build, install, peak_memory, pretending
 from torch import Tensor
 
-from rl_core.devices import own_device
 from rl_core.data import Batch, Ragged, RowKey
 from rl_core.data.ragged import offsets_of
+from rl_core.devices import own_device
 from rl_core.weights import digest_tensors
 from rl_distill.architecture.policy_config import PolicyConfig
 from rl_distill.learner import FIRST_ADAPTER

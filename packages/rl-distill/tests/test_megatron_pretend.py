@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 import pretend_rank
+import pytest
 from pretend_rank import LISTED, RARE
 
 from rl_distill.architecture.memory import rank_memory, step_memory
@@ -183,7 +183,11 @@ def test_a_step_takes_a_gpus_way(layout: str, family: str, how: str, ask: Ask) -
 @pytest.mark.parametrize("head", ["policy", "value"])
 def test_the_objective_is_given_float32_on_the_gpu(head: str, ask: Ask) -> None:
     seen = ask(QWEN3, objective=head)["seen"]
-    expected = {"values pretend:0 torch.float32", "advantages pretend:0 torch.float32", "loss_mask pretend:0 torch.bool"}
+    expected = {
+        "values pretend:0 torch.float32",
+        "advantages pretend:0 torch.float32",
+        "loss_mask pretend:0 torch.bool",
+    }
     assert expected <= set(seen)
     assert ("entropy pretend:0 torch.float32" in seen) is (head == "policy")
     assert [one for one in seen if " pretend:0 " in one] == seen
@@ -300,7 +304,7 @@ QWEN3_8B = {
     ids=["8B", "8B TP4+SP full", "8B CP2 selective", "30B EP8 full"],
 )
 def test_the_peak_of_a_step_is_planned(policy: dict[str, Any], layout: ParallelOptions, how: str, ask: Ask) -> None:
-    """The peak of torch's MemTracker is as planned within 3 %; that of all layers follows from two and three of them."""
+    """The peak of torch's MemTracker is as planned within 3 %; that of all layers follows from two and three."""
     options = LearnerOptions(dtype="bfloat16", recompute=how, micro_batch_tokens=8192)  # type: ignore[arg-type]
     measured, planned = [], []
     for num_layers in (2, 3):

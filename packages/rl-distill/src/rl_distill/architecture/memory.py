@@ -149,8 +149,8 @@ CHUNK_LOGITS = 2**28
 def step_memory(config: PolicyConfig, parallel: ParallelOptions, options: LearnerOptions) -> list[int]:
     """Return the bytes that a step needs on a rank of each pipeline stage in addition to `rank_memory`.
 
-    These are the `kept_activations`, and the working memory of either the head or a layer that is computed again. torch's
-    compiler may fuse passes over the logits, which then need less.
+    These are the `kept_activations`, and the working memory of either the head or a layer that is computed again. The
+    head needs less if torch's compiler fuses passes over the logits.
     """
     found, tokens = kept_activations(config, parallel, options), options.micro_batch_tokens
     size, layer = WEIGHT_BYTES[options.dtype], 0.0
