@@ -42,6 +42,7 @@ MODULES = {
     "async_driver",
     "chaos_driver",
     "distillation_driver",
+    "pretend_steps",
     "rl_async_trainer.main",
     "rl_core.cluster.processes.child",
     "rl_core.queue.shared_memory.server_process",

@@ -192,8 +192,8 @@ def test_plan_shows_ranks_and_critic(policy: Path) -> None:
     assert f"  critic     {memory + value_head:.2f} MiB on each of 4 ranks, like the learner, for " in text
 
 
-def test_what_layers_keep_on_a_gpu_is_said_where_it_is_known(policy: Path) -> None:
-    said = "of activations on a GPU for full micro-batches"
+def test_memory_of_a_step_on_a_gpu_is_said_where_it_is_known(policy: Path) -> None:
+    said = "for a step on a GPU with full micro-batches"
     assert said in describe_plan(plan_settings(policy, optimizer={"dtype": "bfloat16"}), INPUTS)
     for other in ({"dtype": "float32"}, {"dtype": "bfloat16", "kernels": "plain"}):
         assert said not in describe_plan(plan_settings(policy, optimizer=other), INPUTS)

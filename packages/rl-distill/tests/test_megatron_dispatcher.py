@@ -117,7 +117,7 @@ def test_no_token_gives_no_output(policy: Path):
 class WithoutTheHost(TorchDispatchMode):
     """Raise an error where the host would wait for a GPU: reads of values, sizes that depend on values, device changes.
 
-    It does not see `tolist` on a CPU; the meta device refuses that.
+    It does not see `tolist` on a CPU; the pretend accelerator refuses that.
     """
 
     READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave", "is_nonzero")

@@ -6,7 +6,7 @@ the learner. This module imports neither the learner nor torch, so settings can 
 
 from rl_distill.algorithms import ALGORITHMS, Algorithm
 from rl_distill.architecture.lora_targets import adapted_modules, adapter_size
-from rl_distill.architecture.memory import kept_activations, rank_memory
+from rl_distill.architecture.memory import kept_activations, rank_memory, step_memory
 from rl_distill.architecture.policy_config import (
     ModelBackend,
     PolicyConfig,
@@ -40,5 +40,6 @@ __all__ = [
     "rank_memory",
     "read_policy_config",
     "refuse_quantized",
+    "step_memory",
     "teacher_layout",
 ]

@@ -15,8 +15,8 @@ from rl_distill import (
     adapted_modules,
     adapter_size,
     count_parameters,
-    kept_activations,
     rank_memory,
+    step_memory,
 )
 from rl_distill.teacher import ESTIMATORS, DistillationOptions
 from rl_rollout.engines import end_token_ids
@@ -379,8 +379,8 @@ def _activations(settings: Settings, config: PolicyConfig) -> Iterator[str]:
     learner = settings.optimizer
     is_known = learner.kernels != "plain" and learner.dtype == "bfloat16"
     if is_known and not settings.lora.rank and not config.model_json:
-        kept = max(kept_activations(config, settings.parallel, learner))
-        yield f"{INDENT}and {size_text(kept)} of activations on a GPU for full micro-batches"
+        needed = max(step_memory(config, settings.parallel, learner))
+        yield f"{INDENT}and {size_text(needed)} for a step on a GPU with full micro-batches"
 
 
 def _ending(trainer: TrainerSettings) -> Iterator[str]:

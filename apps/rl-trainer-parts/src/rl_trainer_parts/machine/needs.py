@@ -211,8 +211,8 @@ def _shared_memory(settings: Settings) -> Iterator[str]:
 
 def _without_gpu(setting: str, value: str, *, instead: str) -> Iterator[str]:
     """The problem of a setting that needs a GPU, if this machine has none."""
-    import torch  # finds GPUs without a device file, such as AMD's
+    from rl_core.devices import own_device  # finds GPUs without a device file, such as AMD's
 
-    if not visible_gpus() and not torch.cuda.is_available():
+    if not visible_gpus() and own_device().type == "cpu":
         text = f'{setting} = "{value}" needs a GPU, and this machine has none.'
         yield f'{text} Set {setting} = "{instead}" to train here.'

@@ -211,7 +211,7 @@ class BroadcastGroup:
 
     def _start(self, bucket: torch.Tensor, thread: Executor) -> Future[None]:
         """Send or receive a bucket after the current stream's work on it."""
-        if not bucket.is_cuda:
+        if bucket.device.type == "cpu":
             return thread.submit(self._broadcast, bucket)
         stream = torch.cuda.current_stream(bucket.device)
 

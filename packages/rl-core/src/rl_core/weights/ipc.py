@@ -182,8 +182,8 @@ class IpcTransport:
         for bucket in self._buckets:
             _stamp_of(bucket).zero_()  # a late reader must not accept the next contents of this memory
         self._buckets = []
-        if self._memory.device.type == "cuda":
-            torch.cuda.empty_cache()  # otherwise torch would cache memory that the engine needs
+        if self._memory.device.type != CPU:
+            torch.accelerator.empty_cache()  # otherwise torch would cache memory that the engine needs
 
     def _require_here(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from rl_core.devices import own_device
 from rl_core.errors import NotReadyError, RLError, SettingsError, TransferError
 from rl_core.record_fields import record, settings_record
 from rl_core.weights.broadcast_group import SENDER, BroadcastGroup
@@ -110,12 +111,12 @@ class WeightSender:
                 self.expect(options.num_receivers)
             return
         is_nccl = options.backend == "nccl"
-        if is_nccl and not torch.cuda.is_available():
+        if is_nccl and own_device().type == "cpu":
             raise SettingsError(
                 'weights.transport = "nccl" sends weights from a GPU, but torch finds none. Set weights.transport = '
                 '"tcp" or "file".'
             )
-        self._device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+        self._device = own_device() if is_nccl else torch.device("cpu")
         self._num_receivers = options.num_receivers
         secret = secrets.token_bytes(SECRET_BYTES)
         self._listener = SecretListener(options.host, secret, self._serve)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from rl_core.weights import LORA_B
@@ -141,6 +142,26 @@ def _rank_size(name: str, shape: tuple[int, ...], tensor: int, expert_size: int)
 
 _FLOAT32 = 4
 _INT64 = 8
+CHUNK_LOGITS = 2**28
+"""Number of logits computed at once on a GPU: a few thousand tokens, enough for an efficient matrix product."""
+
+
+def step_memory(config: PolicyConfig, parallel: ParallelOptions, options: LearnerOptions) -> list[int]:
+    """Return the bytes that a step needs on a rank of each pipeline stage in addition to `rank_memory`.
+
+    These are the `kept_activations`, and the working memory of either the head or a layer that is computed again. The
+    head needs less if torch's compiler fuses passes over the logits.
+    """
+    found, tokens = kept_activations(config, parallel, options), options.micro_batch_tokens
+    size, layer = WEIGHT_BYTES[options.dtype], 0.0
+    if options.recompute == "full":
+        again = replace(options, recompute="none")
+        layer = max(_layer(config, parallel, again, index) for index in range(config.num_layers)) * tokens
+    # The head keeps its inputs whole: the hidden states before and after the norm, those to score, and their gradient.
+    head = 4 * config.hidden_size * size * tokens
+    logits = min(CHUNK_LOGITS, tokens * config.vocab_size // parallel.tensor) * (size + 2 * _FLOAT32)
+    working = [layer] * (len(found) - 1) + [max(layer, logits) + head]
+    return [kept + int(more) for kept, more in zip(found, working, strict=True)]
 
 
 def kept_activations(config: PolicyConfig, parallel: ParallelOptions, options: LearnerOptions) -> list[int]:
@@ -149,8 +170,7 @@ def kept_activations(config: PolicyConfig, parallel: ParallelOptions, options: L
     Sums what the autograd nodes of each layer save with the GPU kernels, for the largest number of micro-batches that a
     stage holds between forward and backward. Tokens are assumed to spread evenly over experts. Under selective
     recomputation, norms and dense feed-forward layers in `recompute_modules` are left out; other recomputed modules
-    count in full. The working memory of the head and of one layer's backward pass is not included because it depends on
-    what torch's compiler fuses.
+    count in full. `step_memory` adds the working memory.
 
     Args:
         config: The policy's configuration.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
+from rl_distill.architecture.memory import CHUNK_LOGITS
 from rl_distill.megatron.experts import gradient_elsewhere
 from rl_distill.megatron.layers import compiled
 from rl_distill.objectives.chunked_head import added_product
@@ -24,8 +25,6 @@ from rl_distill.objectives.vocabulary import VocabularyPart, likeliest
 
 KEPT_LOGITS = 2**25
 """Maximum number of logits saved for the backward pass; on a CPU, also the number computed at once."""
-CHUNK_LOGITS = 2**28
-"""Number of logits computed at once on a GPU: a few thousand tokens, enough for an efficient matrix product."""
 _BLOCK_LOGITS = 2**20
 """Number of logits that a CPU processes at once, so that they stay in its cache."""
 

@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from rl_core.devices import own_device
 from rl_core.errors import EngineError
 from rl_core.weights import (
     POLICY_ADAPTER,
@@ -101,8 +102,7 @@ class TransformersStepper:
             raise EngineError(
                 f"{model_dir}: transformers cannot load the model ({type(error).__name__}: {error})."
             ) from error
-        has_gpu = torch.cuda.is_available()
-        self._device = torch.device(options.device if options.device != "auto" else "cuda" if has_gpu else "cpu")
+        self._device = own_device() if options.device == "auto" else torch.device(options.device)
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._end_token_ids = frozenset(end_token_ids(model_dir))
         self._seeds = np.random.default_rng(options.seed)
@@ -120,7 +120,7 @@ class TransformersStepper:
             max_model_len=options.max_model_len or max_positions(model_dir),
             vocab_size=vocab_size,
             max_top_k=vocab_size,
-            can_sleep=self._device.type == "cuda",
+            can_sleep=self._device.type != "cpu",
             can_match_text=has_tokenizer(model_dir),
             max_lora_rank=options.max_lora_rank,
             max_adapters=options.max_adapters,
@@ -216,7 +216,8 @@ class TransformersStepper:
             self._dropped = [(parameter, parameter.shape) for parameter in self._model.parameters()]
             for parameter, _ in self._dropped:
                 parameter.data = parameter.new_empty(0)
-        torch.cuda.empty_cache()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def wake(self) -> None:
         """See `Stepper.wake`. Dropped weights are NaN, so that a missing update cannot go unnoticed."""

@@ -1,4 +1,4 @@
-"""Run cases, read and written as JSON lines: a whole step of one rank of a learner on an accelerator that computes nothing."""
+"""Run cases, read and written as JSON lines: steps of one rank of a learner on the pretend accelerator."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pretend_rank import become_rank, build, install, pretending, step_memory
+from pretend_rank import become_rank, build, install, peak_memory, pretending
 from torch import Tensor
 
 from rl_core.data import Batch, Ragged, RowKey
@@ -120,7 +120,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     length = sum(rows) // parallel.context // (parallel.tensor if parallel.sequence else 1)
     become_rank(case["rank"], parallel)
     with pretending(length=length, hidden_size=source.config.hidden_size) as mode:
-        model = build(plan, is_large=case["is_large"])
+        model = build(plan, is_large=case["is_large"], is_packed=case["is_packed"])
         mode.is_in_step = True
         found = _step(model, share, case["objective"]) if case["steps"] else {}
         if case["steps"] > 1:
@@ -128,8 +128,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             found |= _step(model, share, case["objective"])
         if case["length"]:
             train = partial(model.train_step, share, temperature=1.0, with_entropy=True)
-            train(POLICY)  # creates Adam's moments
-            found["step_memory"] = step_memory(model, POLICY, train)
+            model.tensors.adam.start_moments()
+            found["step_memory"] = peak_memory(model, lambda: train(POLICY))
         return found | _tensors_of(model) | {"operations": sorted(mode.operations), "reads": sorted(mode.reads)}
 
 
@@ -160,7 +160,8 @@ def _between_steps(model: RankTrainer, share: RankShare, lora: LoraOptions) -> N
     kinds: tuple[Exported, ...] = ("base", "adapter", "weights") if lora.rank else ("weights",)
     for kind in kinds:
         model.tensors.export(kind, on_host=True)
-    digest_tensors({one.rectangle.name: one.read() for one in model.tensors.held()}, kind="sums")
+    if model.plan.head == "policy":
+        digest_tensors({one.rectangle.name: one.read() for one in model.tensors.held()}, kind="sums")
     states, _ = model.tensors.empty_state()
     model.tensors.state_pieces()
     model.load_state(states, step=model.step)

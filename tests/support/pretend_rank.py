@@ -73,11 +73,23 @@ LISTED = {
         "rl_distill/megatron/rank_model.py", "_run"
     ): "once a batch: counts of rerouted rows, if experts are replayed",
     Place("rl_distill/packing.py", "unpack_values"): "once a step, if the caller wants values of tokens",
+    Place("rl_distill/megatron/any_model/chunk.py", "_bucket_inputs"): "images of rows that a class computes padded",
+    Place("rl_distill/megatron/rank_tensors.py", "export"): "between steps: weights for another process, all of them",
+    Place("rl_distill/megatron/rank_tensors.py", "state_pieces"): "between steps: a checkpoint, all of it",
+    Place("rl_distill/megatron/convert.py", "write"): "between steps: a new adapter",
+    Place("rl_core/weights/digests.py", "to_host"): "between steps: the digests of all weights in one transfer",
+    Place("rl_core/weights/digests.py", "probe_vector_on"): "once for each size of a matrix, then kept",
     Place("megatron/core/transformer/moe/token_dispatcher.py", "dispatch_preprocess"): (
         "ranks that exchange rows of experts must know how many arrive; one rank's dispatcher does not read them"
     ),
 }
-"""Places in a step that may wait for the accelerator, each with its reason."""
+"""Places that may wait for the accelerator once the model is built, each with its reason."""
+
+RARE = {
+    Place("rl_distill/megatron/rank_batches.py", "_broken"),
+    Place("rl_distill/megatron/any_model/chunk.py", "_bucket_inputs"),
+}
+"""Those that no test reaches: numbers here are finite, and rows have no images."""
 
 
 def reading_place() -> Place:
@@ -312,27 +324,19 @@ class StepMemory(MemTracker):
         return 0, 0
 
 
-def step_memory(model: RankTrainer, objective: Any, step: Callable[[Any], Any]) -> dict[str, int]:
-    """Return the bytes of everything on the GPU, measured with torch's tracker.
+def peak_memory(model: RankTrainer, step: Callable[[], Any]) -> int:
+    """Return the most bytes on the accelerator at once during a step, measured with torch's tracker.
 
     Args:
         model: Its persistent tensors exist before the step.
-        objective: Called between the passes.
-        step: Runs a whole step with the objective it gets.
-
-    Returns:
-        Bytes "between passes" of the last micro-batch, and at the "peak", with the working memory of head and layers.
+        step: Runs a whole step.
     """
-    tracker, found = StepMemory(), dict[str, int]()
+    tracker = StepMemory()
     tracker.track_external(*chain(*model.tensors.kept()))
-
-    def noting(*args: Any) -> Any:
-        found["between passes"] = tracker.get_tracker_snapshot("current")[own_device()]["Total"]
-        return objective(*args)
-
     with tracker:
-        step(noting)
-    return found | {"peak": tracker.get_tracker_snapshot("peak")[own_device()]["Total"]}
+        step()
+    peak: int = tracker.get_tracker_snapshot("peak")[own_device()]["Total"]
+    return peak
 
 
 def build(plan: ModelPlan, *, is_large: bool = False, is_packed: bool = True) -> RankTrainer:
