@@ -37,8 +37,6 @@ OPTIONS = LearnerOptions(
 LAYOUTS = {
     "tensor": ParallelOptions(ranks=2, tensor=2),
     "pipeline": ParallelOptions(ranks=2, pipeline=2),
-    "context": ParallelOptions(ranks=2, context=2),
-    "data": ParallelOptions(ranks=2),
 }
 
 

@@ -50,7 +50,10 @@ EXPERTS = replace(DENSE, architecture="Qwen3MoeForCausalLM", mixture=MIXTURE)
         ({"ranks": 2, "pipeline": 2, "virtual_pipeline": 2}, "num_hidden_layers = 6"),
         ({"ranks": 3, "context": 3}, "context = 3 must divide the 8 attention heads of a tensor rank"),
         ({"ranks": 2, "expert": 2}, "expert = 2 needs a mixture of experts; this policy is dense"),
-        ({"ranks": 2, "expert_tensor": 2}, "expert_tensor = 2 needs a mixture of experts; this policy is dense"),
+        (
+            {"ranks": 2, "expert_tensor": 2},
+            "expert_tensor = 2 differs from tensor = 1, which needs a mixture of experts",
+        ),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused(sizes: dict[str, int], said: str):
@@ -109,6 +112,15 @@ def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(SettingsError) as refused:
         check_layout(ParallelOptions(ranks=8, tensor=8, expert=4), EXPERTS)
     assert [line.split()[0] for line in str(refused.value).splitlines()] == ["tensor", "expert", "ranks", "sequence"]
+    with pytest.raises(SettingsError) as refused:
+        check_layout(ParallelOptions(ranks=2, virtual_pipeline=2, expert_tensor=2), replace(EXPERTS, model_json="{}"))
+    found = [line.split(".")[0] for line in str(refused.value).splitlines()]
+    divided = "needs layers that ranks can divide; Qwen3MoeForCausalLM is computed by transformers' class"
+    assert found == [
+        "virtual_pipeline = 2 needs pipeline > 1; found 1",
+        f"virtual_pipeline = 2 {divided}",
+        f"expert_tensor = 2 {divided}",
+    ]
 
 
 @pytest.mark.parametrize(("ranks", "expert"), [(1, 1), (2, 2), (4, 2)])

@@ -27,18 +27,17 @@ def check_layout(
     Raises:
         SettingsError: It does not; each line names a setting, its value and the possible values.
     """
-    check_ranks(parallel)
     if config.model_json:
-        if problems := list(_whole_problems(parallel, config, lora)):
-            raise SettingsError("\n".join(problems))
-        return
-    if parallel.shard_weights:
-        raise SettingsError(
+        found = [*_whole_problems(parallel, config, lora)]
+    elif parallel.shard_weights:
+        found = [
             f"shard_weights = true needs a model that transformers' class computes; {config.architecture} is computed "
             "by our layers. Set it to false and distributed_optimizer to true, and divide the weights by tensor, "
             'pipeline or expert; or use the backend "transformers".'
-        )
-    if problems := [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]:
+        ]
+    else:
+        found = [*_dense_problems(parallel, config), *_expert_problems(parallel, config)]
+    if problems := [*_rank_problems(parallel), *found]:
         raise SettingsError("\n".join(problems))
 
 
@@ -124,13 +123,19 @@ def _whole_problems(parallel: ParallelOptions, config: PolicyConfig, lora: LoraO
                 f"memory{sharded}."
             )
     if parallel.shard_weights and parallel.distributed_optimizer:
-        yield "shard_weights = true already divides the optimizer's state. Set distributed_optimizer = false."
+        yield (
+            "distributed_optimizer = true has no effect with shard_weights = true, which divides the optimizer's state "
+            "too. Set distributed_optimizer = false."
+        )
     if parallel.shard_weights and lora.rank:
         yield f"shard_weights = true cannot train adapters; found lora.rank = {lora.rank}. Set one to its default."
     if parallel.shard_weights and has_images:
         yield f"shard_weights = true does not divide {config.architecture}, a policy with images. Omit it."
     if parallel.expert_tensor not in (None, 1):
-        yield f"expert_tensor = {parallel.expert_tensor} needs layers that ranks can divide. Leave it at none."
+        yield (
+            f"expert_tensor = {parallel.expert_tensor} needs layers that ranks can divide; {config.architecture} is "
+            "computed by transformers' class. Leave it at none."
+        )
 
 
 def _dense_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterator[str]:
@@ -181,8 +186,8 @@ def _expert_problems(parallel: ParallelOptions, config: PolicyConfig) -> Iterato
             yield f"expert = {parallel.expert} needs a mixture of experts; this policy is dense. Set expert = 1."
         if parallel.expert_tensor not in (None, parallel.tensor):
             yield (
-                f"expert_tensor = {parallel.expert_tensor} needs a mixture of experts; this policy is dense. Leave it "
-                "at none."
+                f"expert_tensor = {parallel.expert_tensor} differs from tensor = {parallel.tensor}, which needs a "
+                "mixture of experts; this policy is dense. Leave it at none."
             )
         return
     expert_tensor = parallel.expert_tensor or parallel.tensor
