@@ -317,6 +317,8 @@ class Walk:
                 groups[-1].add_late(part)
         places = {number: f"place {number}" for number in self.core.segments.added}
         core.restore(groups, places, self.core.segments.pins())
+        settled = [group.arrival for group in groups if group.state == "settled"]
+        assert settled == list(range(len(settled)))
         kept = [*self.core.segments]
         assert ([*core.segments], core.segments.pins()) == (kept, self.core.segments.pins())
         gone = [number for number in places if number not in kept]

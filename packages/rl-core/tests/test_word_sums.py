@@ -168,9 +168,13 @@ def test_a_large_tensor_is_probed_in_pieces_as_it_is_at_once(monkeypatch: pytest
     tensor = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))
     whole = probe_tensor(tensor)
     monkeypatch.setattr("rl_core.weights.digests.PROBED_AT_ONCE", 20)
+    split, sizes = torch.split, []
+    monkeypatch.setattr(torch, "split", lambda rows, size: sizes.append(size) or split(rows, size))
     bound = rounding_bound(float(tensor.abs().sum(-1).max()), roundings=8)
     np.testing.assert_allclose(probe_tensor(tensor), whole, rtol=0, atol=bound)
     assert probe_tensor(torch.empty(0, 4)).shape == (0,)
+    assert probe_tensor(torch.empty(3, 0)).tolist() == [0.0] * 3
+    assert sizes == [2, 5, 20], "rows of 7, 4 and no elements, of which 20 are converted at once"
 
 
 SHAPES = [(), (7,), (6, 8), (5, 7), (4, 12), (1, 9), (3, 4, 6), (3, 5, 7), (2, 3, 4, 5)]
