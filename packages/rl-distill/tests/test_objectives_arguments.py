@@ -193,7 +193,7 @@ def test_one_argument_of_another_shape_or_dtype_is_refused(call, given):
             continue
         wrong = [value[:1], value[:, None], value[None]]
         wrong += [value.float()] if value.dtype == torch.bool and call is not masked else []
-        wrong += [value + 1, value.flip(0), value.int()] if name == "offsets" else []
+        wrong += [value + 1, value.flip(0), value.int(), torch.tensor([0, 2, 1, 3])] if name == "offsets" else []
         for other in wrong:
             with pytest.raises(ShapeError, match=r"must (have|run)|offsets must be"):
                 call(**{**given, name: other})

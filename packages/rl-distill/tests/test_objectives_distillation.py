@@ -115,6 +115,13 @@ def test_estimates_are_the_formulas_of_each_token(name, bounds, with_others):
     assert sums == {key: pytest.approx(pair) for key, pair in metrics_of(measured).items()}
 
 
+def test_an_estimate_is_zero_where_no_teacher_scored():
+    options, is_scored = DistillationObjectiveOptions(loss="k1"), torch.tensor(INDEX) >= 0
+    found = estimate(tensor(STUDENT), tensor(TEACHER), is_scored, options=options)
+    for name, values in estimated("k1", {})[0].items():
+        assert found[name].tolist() == pytest.approx(values), name
+
+
 def test_only_estimates_of_the_sampled_token_are_estimates():
     options = DistillationObjectiveOptions(loss="js")
     with pytest.raises(SettingsError, match=r"one of k1, abs, k2, k3, .* found 'js'"):

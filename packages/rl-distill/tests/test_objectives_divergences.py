@@ -576,6 +576,9 @@ def test_columns_of_a_batch_need_the_sampled_token_first() -> None:
 
     alone = {"teacher_ids": teacher.ids[:, 1:], "teacher_logprobs": teacher.logprobs[:, 1:]}
     assert len(teacher_tokens(micro())) == 6
+    some = teacher_tokens(micro(), torch.tensor([4, 1]))
+    assert torch.equal(some.ids, teacher.ids[[4, 1]])
+    assert some.hidden is None
     with pytest.raises(DataError, match=r"must be the sampled token, followed by the K most likely ones"):
         teacher_tokens(micro(**alone))
     k1 = DistillationObjective(DistillationObjectiveOptions(loss="k1"))

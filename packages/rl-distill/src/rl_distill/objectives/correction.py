@@ -107,8 +107,8 @@ def mismatch_sums(
     Raises:
         ShapeError: The shapes or dtypes do not match.
     """
-    old = blank_masked(old_logprobs.detach(), loss_mask, offsets)
-    rollout = blank_masked(rollout_logprobs.detach(), loss_mask, offsets)
+    old = blank_masked(old_logprobs, loss_mask, offsets)
+    rollout = blank_masked(rollout_logprobs, loss_mask, offsets)
     counts = row_counts(loss_mask, offsets)
     log_ratio = bounded(old - rollout)
     of_tokens = {
