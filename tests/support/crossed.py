@@ -30,7 +30,8 @@ class Crossing:
 
     Attributes:
         rows: Settings that the check accepts; together they have every pair that it does not refuse.
-        refused: The pairs that it refuses: with the line that does, or one line for each value of other settings.
+        refused: The pairs that no accepted row has: with the line that refuses them, or with all that name one of the
+            two settings and together leave no value of the others.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Crossing:
         self._lines: dict[Items, str] = {}
         self._others: dict[tuple[str, Any], list[Items]] = {}
         self.rows: list[Row] = []
+        self.refused: dict[Items, str] = {}
         chance, pairs = random.Random(seed), list(self.all_pairs())
         chance.shuffle(pairs)
         missing = dict.fromkeys(pairs)
@@ -55,12 +57,14 @@ class Crossing:
             row = None if self._line(dict(pair)) else self._completed(dict(pair), missing, chance)
             if row is None:
                 del missing[pair]
+                self.refused[pair] = ""
             elif not self._learns(row):
                 self.rows.append({name: row[name] for name in settings})
                 for found in combinations(row.items(), 2):
                     missing.pop(frozenset(found), None)
-        tried = self.tried()
-        self.refused = {p: why for p in self.all_pairs() if p not in tried and (why := self._reason(dict(p)))}
+        for pair in self.refused:
+            named = [line for items, line in self._lines.items() if items & pair]
+            self.refused[pair] = self._line(dict(pair)) or "\n".join(dict.fromkeys(named))
 
     def all_pairs(self) -> Iterator[Items]:
         """Yield every pair of values of different settings."""
@@ -73,8 +77,8 @@ class Crossing:
 
     def left_over(self) -> list[Items]:
         """Return the pairs that are neither tried nor refused by lines that name a setting of theirs."""
-        known = self.tried() | self.refused.keys()
-        return [pair for pair in self.all_pairs() if pair not in known]
+        tried = self.tried()
+        return [pair for pair in self.all_pairs() if pair not in tried and not self.refused.get(pair)]
 
     def wrongly_refused(self, num_tries: int) -> list[Row]:
         """Return rows that the check accepts in spite of a line that refused others.
@@ -112,16 +116,6 @@ class Crossing:
         """Return the line that refuses a part of a row; "" if none does."""
         items = part.items()
         return next((line for refused, line in self._lines.items() if refused <= items), "")
-
-    def _reason(self, part: Row, *, depth: int = 2) -> str:
-        """Return the line that refuses a part, or one for each value of another setting; "" if nothing does."""
-        if direct := self._line(part):
-            return direct
-        for name, values in self._settings.items() if depth else ():
-            found = [] if name in part else [self._reason({**part, name: one}, depth=depth - 1) for one in values]
-            if found and all(found):
-                return "\n".join(dict.fromkeys(found))
-        return ""
 
     def _completed(self, part: Row, missing: Collection[Items], chance: random.Random) -> Row | None:
         """Return a row with this part and as many missing pairs as a greedy choice finds; None if all are refused."""

@@ -117,11 +117,14 @@ def settings_of(row: Row) -> Settings:
 
 
 def problems(row: Row) -> Iterator[Problem]:
-    """Yield the lines in which the checks refuse a row."""
+    """Yield the lines in which the checks refuse a row; what they say of advantages holds where rewards train."""
     settings = settings_of(row)
     for line in (*algorithm_problems(settings), *distillation_problems(settings)):
         said = ADVICE.sub("", line)
-        yield Problem(names=[name for name, words in PATTERNS.items() if words.search(said)], text=line)
+        names = {name for name, words in PATTERNS.items() if words.search(said)}
+        if "advantage" in names:
+            names |= {"distillation"} if row["distillation"] == "none" else {"distillation", "use_task_rewards"}
+        yield Problem(names=names, text=line)
 
 
 @cache
