@@ -45,7 +45,7 @@ from tooling.processors import Suite, run_on_processors
 from tooling.projects import read_projects
 from tooling.pythons import HERE, PYTHONS, how_to_get, needed_python, other_pythons
 from tooling.release import DIST, build, release_projects, try_from_index
-from tooling.runs import LOGS, METRICS, STOP_S, TEST_ENV, Job, end, run_jobs, run_pytest, summary
+from tooling.runs import LOGS, METRICS, STOP_S, Job, end, run_jobs, run_pytest, summary
 
 SOURCES = tuple(f"{project}/src" for project in PROJECTS)
 CHECKED = (*PROJECTS, "benchmarks", "examples", "tests", "tooling", "noxfile.py", "conftest.py")
@@ -208,7 +208,7 @@ def mutate(session: nox.Session) -> None:
     """Change code at random and name what no test notices: `nox -s mutate -- FOLDER --sample 200 --seed 1`."""
     python = workspace(session)
     words = (*session.posargs, "--without", *WORKSPACE_TESTS)
-    session.run(python, "-m", "tooling.mutation.run", *words, env=TEST_ENV, interrupt_timeout=STOP_S)
+    session.run(python, "-m", "tooling.mutation.run", *words, interrupt_timeout=STOP_S)
 
 
 @nox.session

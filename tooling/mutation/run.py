@@ -355,6 +355,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _preload(modules: Sequence[str]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # as conftest.py sets it, but torch reads it here
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT / "tooling" / "mutation" / "site"), os.environ.get("PYTHONPATH", "")])
     )
