@@ -16,6 +16,8 @@ from typing import Any
 import coverage
 import pytest
 
+PYTEST = ("-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""Options of pytest. The parent has imported some of its plugins already."""
 CHILDREN = -1
 """Test number of the lines that only child processes ran: every test of the file may have started them."""
 
@@ -56,7 +58,7 @@ def record(test_file: str, *, root: Path, packages: Sequence[str], output: Path)
     os.environ["COVERAGE_PROCESS_START"] = str(config)
     tracer = Tracer(folder / "own", config)
     tracer.coverage.start()
-    status = pytest.main(["-q", "-p", "no:cacheprovider", test_file], plugins=[tracer])
+    status = pytest.main([*PYTEST, test_file], plugins=[tracer])
     tracer.coverage.stop()
     tracer.coverage.save()
     names = list(tracer.seconds)

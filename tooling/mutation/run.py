@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 import pytest
 
 from tooling.mutation.changes import IDENTITY, Change, changes_of
-from tooling.mutation.reach import Reach, record, recording_of
+from tooling.mutation.reach import PYTEST, Reach, record, recording_of
 from tooling.mutation.site.sitecustomize import install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +125,8 @@ def _in_child(job: Job) -> None:
         os.dup2(output, 2)
         status = job.work()
         sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)
 
@@ -229,7 +232,7 @@ def try_changes(
             content = json.loads(changed.read_text())
             install(content["path"], content["source"].encode())
             files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-            words = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *files]
+            words = [*PYTEST, "-x", "--tb=line", *files]
             return int(pytest.main(words, plugins=[Chosen(tests, failed)]))
 
         def done(status: int, _: str, outcome: Outcome = outcome, failed: Path = failed) -> None:

@@ -185,7 +185,7 @@ def opo_of(rewards, group, num_tokens):
     return by_session.opo_advantages(rewards, group, num_tokens)
 
 
-@pytest.mark.parametrize(("call", "given"), checked_alike())
+@pytest.mark.parametrize(("call", "given"), [*checked_alike()])
 def test_one_argument_of_another_shape_or_dtype_is_refused(call, given):
     call(**given)
     for name, value in given.items():

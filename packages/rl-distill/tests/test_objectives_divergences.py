@@ -174,7 +174,7 @@ def test_a_head_in_chunks_refuses_losses_that_are_weighted_again() -> None:
         (found.weighted * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).sum().backward()
 
 
-@pytest.mark.parametrize(("kind", "tail"), itertools.product(KINDS, TAILS))
+@pytest.mark.parametrize(("kind", "tail"), [*itertools.product(KINDS, TAILS)])
 def test_the_top_of_all_tokens_is_the_whole_distribution(kind: str, tail: str) -> None:
     student, teacher = random_logits(6, seed=2), random_logits(6, seed=1)
     top = divergence(DivergenceOptions(kind=kind, tail=tail))(student, teacher_of(teacher, k=V))
