@@ -132,11 +132,11 @@ def test_a_call_that_hangs_is_left_behind_and_the_others_are_scored():
             released.wait(timeout=30)
         return 1.0
 
-    scored = score(hangs_on_b, "a", "b", "c", timeout_s=0.2)
+    scored = score(hangs_on_b, "a", "b", "c", timeout_s=2.0)
     released.set()
     assert [one.result is None for one in scored] == [False, True, False]
-    assert "on prompt p7 did not return within 0.2 s" in scored[1].failure
-    assert scored[1].reward_s == 0.2
+    assert "on prompt p7 did not return within 2.0 s" in scored[1].failure
+    assert scored[1].reward_s == 2.0
 
 
 def test_an_async_call_that_hangs_is_cancelled():

@@ -176,7 +176,7 @@ def _variance_of_mean(values: FloatColumn) -> tuple[float, int]:
     angles = math.pi * (np.arange(num_values) + 0.5) / num_values
     centered = values - values.mean()
     projected = [float((centered * np.cos(wave * angles)).sum()) for wave in range(1, num_waves + 1)]
-    return 2 / num_values**2 * sum(part**2 for part in projected) / num_waves, num_waves
+    return 2 / num_values**2 * sum(part * part for part in projected) / num_waves, num_waves
 
 
 def _half_width(of_means: Sequence[tuple[float, int]]) -> float:
