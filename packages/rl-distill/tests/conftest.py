@@ -79,7 +79,7 @@ def make_batch() -> Callable[..., Batch]:
         values = {
             "input_ids": random.integers(0, VOCAB_SIZE, total).astype(np.int32),
             "loss_mask": mask,
-            "loss_weights": (mask / mask.sum()).astype(np.float32),
+            "loss_weights": (mask / max(mask.sum(), 1)).astype(np.float32),
             "advantages": (signs * mask).astype(np.float32),
         }
         keys = [RowKey(f"prompt{i}", 0, 0) for i in range(len(lengths))]
