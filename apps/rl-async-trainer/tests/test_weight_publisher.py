@@ -205,7 +205,7 @@ def test_weights_are_packed_and_published_once_more_after_a_failed_proof(outcome
 
     once, again = ["packed 5", "served 5"], ["packed 5", "failed 5 b", "packed None", "served 5"]
     expected = {"s": once, "fs": again, "ff": again[:3], "fsfs": again + again}
-    error, says = (WeightProofError, "b") if outcomes == "ff" else (asyncio.CancelledError, "")
+    error, says = (WeightProofError, "b") if outcomes == "ff" else (asyncio.CancelledError, None)
     with pytest.raises(error, match=says):
         asyncio.run(work())
     assert happened == expected[outcomes]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_core import devices
 from rl_trainer_parts.machine import needs
 from rl_trainer_parts.machine.needs import machine_problems
 from rl_trainer_parts.settings.sources import build_settings
@@ -44,7 +45,7 @@ def found(**sections: dict[str, Any]) -> list[str]:
 @pytest.fixture
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "own_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(needs, "find_spec", lambda _: None)
 
 
@@ -88,7 +89,8 @@ def test_weights_that_do_not_fit_into_shared_memory_are_refused_before_anything_
 @pytest.mark.parametrize("seen_by", ["driver", "torch"])
 def test_with_a_gpu_the_library_alone_is_missing(seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if seen_by == "driver" else "")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen_by == "torch")
+    if seen_by == "torch":
+        monkeypatch.setattr(devices, "own_device", lambda: torch.device("cuda"))
     assert found(optimizer=FUSED, weights={"transport": "ipc"}) == []
     assert found(optimizer=ENGINE) == ['optimizer.kernels = "transformer_engine" needs the module']
     monkeypatch.setattr(needs, "find_spec", lambda _: object())
