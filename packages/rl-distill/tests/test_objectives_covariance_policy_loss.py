@@ -54,6 +54,14 @@ def test_band_is_a_random_choice_within_it():
     assert torch.equal(everything, inside & mask)
 
 
+def test_tokens_on_a_bound_are_outside_the_band():
+    """The covariances of these tokens are 2, 0 and 0."""
+    band = lambda low, high: select_band(LOGPROBS, ADVANTAGES, MASK, share=1.0, low=low, high=high).tolist()
+    assert band(-1.0, 3.0) == [True, False, True, True]
+    assert band(-1.0, 2.0) == [False, False, True, True]
+    assert band(0.0, 3.0) == [True, False, False, False]
+
+
 def test_nothing_is_selected_without_candidates():
     mask = torch.zeros(4, dtype=torch.bool)
     assert not select_top(LOGPROBS, ADVANTAGES, mask).any()

@@ -117,8 +117,8 @@ def mismatch_sums(
         "rollout_corr/k3_kl": excess(log_ratio),
         "rollout_corr/chi2_token": torch.expm1(2.0 * log_ratio),
     }
-    training_log_ppl = -row_sums(old, offsets) / counts.clamp(min=1)
-    rollout_log_ppl = -row_sums(rollout, offsets) / counts.clamp(min=1)
+    training_log_ppl = -row_sums(old, offsets) / counts  # NaN without a token, which no sum counts
+    rollout_log_ppl = -row_sums(rollout, offsets) / counts
     difference = training_log_ppl - rollout_log_ppl
     of_rows = {
         "rollout_corr/training_ppl": training_log_ppl.exp(),
