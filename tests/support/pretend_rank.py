@@ -64,19 +64,16 @@ class Place(NamedTuple):
 LISTED = {
     Place("rl_distill/megatron/rank_batches.py", "_numbers"): "once a step: the loss and all metrics in one transfer",
     Place("rl_distill/megatron/rank_batches.py", "_broken"): "only after a loss that is not finite, to name its rows",
-    Place(
-        "rl_distill/megatron/optimizer.py", "grad_norm"
-    ): "once a step: decides whether it is taken, and its clipping",
+    Place("rl_distill/megatron/optimizer.py", "grad_norm"): "once a step: decides if it is taken, and its clipping",
     Place("rl_distill/megatron/any_model/sharded.py", "grad_norm"): "the same of weights that are divided",
     Place("rl_distill/megatron/rank_model.py", "score"): "once a batch, when all of its passes are queued",
-    Place(
-        "rl_distill/megatron/rank_model.py", "_run"
-    ): "once a batch: counts of rerouted rows, if experts are replayed",
+    Place("rl_distill/megatron/rank_model.py", "_run"): "once a batch: rerouted rows, if experts are replayed",
     Place("rl_distill/packing.py", "unpack_values"): "once a step, if the caller wants values of tokens",
     Place("rl_distill/megatron/any_model/chunk.py", "_bucket_inputs"): "images of rows that a class computes padded",
     Place("rl_distill/megatron/rank_tensors.py", "export"): "between steps: weights for another process, all of them",
     Place("rl_distill/megatron/rank_tensors.py", "state_pieces"): "between steps: a checkpoint, all of it",
     Place("rl_distill/megatron/convert.py", "write"): "between steps: a new adapter",
+    Place("rl_distill/megatron/rank_trainer.py", "of_rank"): "between steps: the copies of an adapter, all of them",
     Place("rl_core/weights/digests.py", "to_host"): "between steps: the digests of all weights in one transfer",
     Place("rl_core/weights/digests.py", "probe_vector_on"): "once for each size of a matrix, then kept",
     Place("megatron/core/transformer/moe/token_dispatcher.py", "dispatch_preprocess"): (

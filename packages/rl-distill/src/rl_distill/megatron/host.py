@@ -57,9 +57,8 @@ class RankHost:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         if context.size > 1 and own_device().type != "cpu":
-            torch.accelerator.set_device_index(
-                context.rank % torch.accelerator.device_count()
-            )  # among the GPUs visible to this process
+            num_visible = torch.accelerator.device_count()
+            torch.accelerator.set_device_index(context.rank % num_visible)
         install_cpu_compatibility()
 
     def check_alive(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from rl_core.devices import own_device
 from rl_core.errors import DataError
 from rl_distill.checkpoints.hf_folder import read_heads
 from rl_distill.learner import FIRST_ADAPTER, Objective, OptimStepResult
@@ -218,12 +219,15 @@ class KeptAdapter:
     def of_rank(cls, tensors: RankTensors, *, losses: Sequence[float], step: int) -> "KeptAdapter":
         """Copy the adapter in training."""
         with tensors.adam.on_device():
-            return cls(
+            kept = cls(
                 tensors=[_on_host(tensor) for tensor in tensors.adapter_state()],
                 gradients=[_on_host(gradient) for gradient in tensors.adam.gradients()] if losses else [],
                 losses=tuple(losses),
                 step=step,
             )
+        if own_device().type != "cpu":
+            torch.accelerator.synchronize()  # the copies are complete before the host may read them
+        return kept
 
     @torch.no_grad()
     def restore(self, tensors: RankTensors) -> None:

@@ -65,10 +65,9 @@ class VocabularyPart:
 def _shifted(logits: Tensor, temperature: float, part: VocabularyPart, *, in_place: bool = False) -> Tensor:
     """Return float logits without padding, divided by the temperature, shifted to a maximum of 0; new or in place."""
     scaled = part.without_padding(logits)
-    if in_place:
-        scaled = scaled.div_(temperature) if temperature != 1.0 else scaled
-    else:
-        scaled = (scaled if scaled.dtype == torch.float64 else scaled.float()) / temperature
+    if not in_place:
+        scaled = scaled.to(torch.promote_types(scaled.dtype, torch.float32), copy=True)
+    scaled = scaled.div_(temperature) if temperature != 1.0 else scaled
     largest = scaled.amax(-1) if scaled.shape[-1] else scaled.new_full(scaled.shape[:1], -torch.inf)
     return scaled.sub_(part.largest(largest).unsqueeze(-1))
 
