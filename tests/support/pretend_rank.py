@@ -284,7 +284,7 @@ def pretending(*, length: int, hidden_size: int) -> Iterator[Pretending]:
         # On a GPU, the norm saves its input and the rows' norms, like ours; torch's fallback elsewhere saves more.
         (F, "rms_norm", lambda x, _, weight, eps: _RMSNormFunction.apply(x, weight, eps)),
         (torch.utils, "swap_tensors", _set_data),
-        (torch.accelerator, "synchronize", lambda _device: mode._read("synchronize", [])),
+        (torch.accelerator, "synchronize", lambda _device=None: mode._read("synchronize", [])),
         (torch.accelerator, "empty_cache", lambda: None),
         (layers, "can_compile", lambda _: False),
     )
