@@ -3,7 +3,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from rl_metrics.validation.estimators import mean_intervals
+from rl_metrics.validation import estimators
+from rl_metrics.validation.estimators import bootstrap_means, mean_intervals
 
 NAN = float("nan")
 
@@ -53,6 +54,20 @@ def test_the_seed_decides_the_draws():
     values = np.random.default_rng(0).random(40)
     assert intervals(values, seed=7).tolist() == intervals(values, seed=7).tolist()
     assert intervals(values, seed=7).tolist() != intervals(values, seed=2**64 - 1).tolist()
+
+
+def test_intervals_are_of_95_percent_of_1000_draws_with_seed_0():
+    values = np.random.default_rng(0).random(40)
+    assert intervals(values).tolist() == intervals(values, level=0.95, num_draws=1000, seed=0).tolist()
+
+
+def test_draws_in_parts_have_their_number_and_their_law(monkeypatch):
+    values = np.random.default_rng(0).normal(size=(50, 1))
+    monkeypatch.setattr(estimators, "CHUNK", 50 * 300)
+    means = bootstrap_means(values, num_draws=1000)
+    assert means.shape == (1000, 1)
+    assert len(np.unique(means)) == 1000
+    assert means.std() == pytest.approx(values.std() / 50**0.5, rel=0.1)
 
 
 def test_last_bits_do_not_change_the_draws():

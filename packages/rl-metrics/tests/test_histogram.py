@@ -96,10 +96,11 @@ def test_the_accuracy_is_as_documented():
     assert ACCURACY == 1 / 64
 
 
-@given(st.lists(FLOATS, min_size=1, max_size=30), st.floats(0, 1))
+@given(st.lists(FLOATS, min_size=1, max_size=30), st.sampled_from([0.0, 1.0]) | st.floats(0, 1))
 def test_extremes_are_exact_and_quantiles_within_the_accuracy(values, q):
     histogram = of(*values)
     assert (histogram.count, histogram.min, histogram.max) == (len(values), min(values), max(values))
+    assert (histogram.quantile(0), histogram.quantile(1)) == (min(values), max(values))
     value = sorted(values)[math.floor(q * (len(values) - 1))]
     if LEAST <= abs(value) <= MOST:
         assert histogram.quantile(q) == pytest.approx(value, rel=ACCURACY, abs=0)

@@ -150,6 +150,11 @@ def test_tails_are_the_two_probabilities_at_a_distance_from_the_mean(mean, dista
     assert majority._poisson_tail(mean, distance) == pytest.approx(expected, rel=1e-12)
 
 
+def test_hits_of_a_binomial_distribution():
+    expected = [[math.comb(7, hits) * p**hits * (1 - p) ** (7 - hits) for hits in range(8)] for p in (0.1, 0.75, 1.0)]
+    np.testing.assert_allclose(majority._binomial(np.array([0.1, 0.75, 1.0]), 7), expected, rtol=1e-13)
+
+
 def test_blocks_of_counts_and_rows_add_up(monkeypatch):
     patterns = np.stack([pattern([20, 7, 2, 1]), pattern([3] * 10), pattern([1] * 25, 5), pattern([15, 14], 1)])
     together = winning_probabilities(patterns, num_votes=30)

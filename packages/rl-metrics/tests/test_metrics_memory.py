@@ -89,6 +89,8 @@ def test_a_watch_can_be_off():
     watch = MemoryWatch("trainer", say=lambda *_, **__: None, every=0, is_traced=True)
     assert not tracemalloc.is_tracing()
     assert [watch.step(step) for step in range(3)] == [{}, {}, {}]
+    MemoryWatch("trainer", is_traced=True)  # nothing to write lines with
+    assert not tracemalloc.is_tracing()
 
 
 def test_the_lines_that_made_what_is_there():
@@ -96,10 +98,13 @@ def test_the_lines_that_made_what_is_there():
     watch = MemoryWatch("trainer", say=lambda event, **fields: said.update({event: fields}), is_traced=True)
     try:
         held = [bytes(2**20 + index) for index in range(16)]
+        more = dict[str, bytes]()
+        exec("\n".join(f"of_{line} = bytes({line})" for line in range(100, 130)), more)  # noqa: S102 - 30 lines
         watch.step(1)
     finally:
         tracemalloc.stop()
     first = said["memory_lines"]["lines"][0]
     assert first["line"].startswith(__file__)
     assert first["size_bytes"] >= sum(map(len, held))
+    assert len(said["memory_lines"]["lines"]) == 20, "the largest"
     json.dumps(said)

@@ -70,6 +70,7 @@ def test_exact_and_drawn_flips_agree(monkeypatch):
     assert (drawn.low, drawn.high) == (pytest.approx(exact.low, abs=0.01), pytest.approx(exact.high, abs=0.01))
     certain = compare([[0.0]] * 80, [[1.0]] * 80, num_draws=99)
     assert certain.p == 0.01, "the observed flip counts, so p is never 0"
+    assert compare([[0.0]] * 80, [[1.0]] * 80).p == 1 / 10_001
 
 
 def test_a_few_equal_differences_are_not_certain():

@@ -249,6 +249,11 @@ def test_uids_are_compared_as_they_are():
     assert metrics["val-aux/a/num_prompts"] == 3.0
 
 
+def test_a_table_without_responses_has_no_prompt():
+    table = response_table([NAN], prompt_of=[0])
+    assert (table.max_count, len(table.counts), len(table.ranks)) == (0, 0, 0)
+
+
 def test_a_response_table_is_sorted_within_each_prompt():
     table = response_table([2.0, 1.0, NAN, 3.0, -4.0], prompt_of=[7, 3, 7, 7, 3], votes=[0, 1, 2, -1, 0])
     assert table.values.tolist() == [-4.0, 1.0, 2.0, 3.0]

@@ -75,11 +75,10 @@ class MemoryWatch:
                 slows code that creates many objects up to several times.
         """
         self._owner = owner
-        self._say = say
+        self._say = say if is_traced and every > 0 else None
         self._every = every
-        self._is_traced = is_traced and say is not None and every > 0
         self._num_steps = 0
-        if self._is_traced:
+        if self._say is not None:
             tracemalloc.start()
 
     def step(self, step: int | None = None) -> dict[str, float]:
@@ -91,7 +90,7 @@ class MemoryWatch:
         number, self._num_steps = self._num_steps, self._num_steps + 1
         if not self._every or number % self._every:
             return {}
-        if self._say is not None and self._is_traced:
+        if self._say is not None:
             place = {} if step is None else {"step": step}
             self._say("memory_lines", **place, role=self._owner, lines=_traced_lines())
         return {**memory_of(self._owner), f"memory/{self._owner}_python_blocks": float(sys.getallocatedblocks())}

@@ -251,8 +251,6 @@ def _length_metrics(batch: Batch, max_prompt_tokens: int | None) -> dict[str, fl
 def _staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
     versions, mask = batch.ragged("policy_versions"), batch.ragged("loss_mask").values
     starts = versions.offsets[:-1][versions.lengths > 0]
-    if not len(starts):
-        return {}
     untrained = policy_version + 1
     oldest = np.minimum.reduceat(np.where(mask, versions.values.astype(np.int64), untrained), starts)
     return spread("training/staleness", policy_version - oldest[oldest < untrained])

@@ -45,8 +45,8 @@ def vote_weights(table: ResponseTable, num_votes: int) -> Floats:
     totals = table.counts[prompts]
     for total in np.unique(totals[totals >= num_votes]):
         here = np.flatnonzero(totals == total)
-        _, rows = np.unique(prompts[here], return_inverse=True)
-        patterns = np.zeros((int(rows.max()) + 1, int(total) + 1), dtype=np.int64)
+        distinct, rows = np.unique(prompts[here], return_inverse=True)
+        patterns = np.zeros((len(distinct), int(total) + 1), dtype=np.int64)
         voted = has_vote[here]
         np.add.at(patterns, (rows[voted], sizes[here][voted]), 1)
         patterns[rows[~voted], 0] = sizes[here][~voted]
