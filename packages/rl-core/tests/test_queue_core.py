@@ -19,7 +19,7 @@ from rl_core.queue.segment_table import SegmentTable
 SPARE = 3
 TASKS = [
     TaskSpec(name="reference", needs=frozenset(), gives=frozenset({"values"})),
-    TaskSpec(name="train", needs=frozenset({"reward", "values"}), order="issue", max_staleness=1),
+    TaskSpec(name="train", needs=frozenset({"input_ids", "reward", "values"}), order="issue", max_staleness=1),
     TaskSpec(name="log", needs=frozenset({"reward"}), max_staleness=2),
 ]
 CLAIMS = TaskSpec(name=GENERATE, needs=frozenset(), order="issue")

@@ -106,15 +106,15 @@ class QueueCore:
         for part in put.parts:
             if part.prompt_uid not in uids or part.num_rows < 1 or part.first < 0:
                 raise DataError(f"a put has rows of prompt {part.prompt_uid!r} but settles no session of it.")
-        segment = self.segments.add(put.place) if put.parts else 0
-        columns = frozenset(put.columns)
         groups = {uid: self.groups.find_open(uid) for uid, _ in put.sessions}
         for uid, indices in put.sessions:
             groups[uid].settled |= dict.fromkeys(indices, put.put_id)
-        for part in put.parts:
-            numbers = part.first, part.num_rows, part.num_tokens, part.size_bytes, part.oldest, part.newest
-            groups[part.prompt_uid].add_part(Part(segment, *numbers, columns))
-            self.segments.need(segment)
+        if put.parts:
+            segment, columns = self.segments.add(put.place), frozenset(put.columns)
+            for part in put.parts:
+                numbers = part.first, part.num_rows, part.num_tokens, part.size_bytes, part.oldest, part.newest
+                groups[part.prompt_uid].add_part(Part(segment, *numbers, columns))
+                self.segments.need(segment)
         for group in groups.values():
             self._settle(group)
 
