@@ -28,8 +28,7 @@ def names(found):
     return [cause.name for cause in found.causes]
 
 
-@pytest.mark.parametrize("size", [SHORT, LONG])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "size"), [(0, SHORT), (1, LONG)])
 @pytest.mark.parametrize(
     ("expected", "facts", "options"),
     [
