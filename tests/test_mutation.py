@@ -56,6 +56,11 @@ def in_child() -> int:
     return 6
 
 
+def wait_for(is_over: bool) -> None:
+    while is_over:
+        pass
+
+
 def is_never_called(x: int) -> int:
     return -x
 '''
@@ -63,7 +68,7 @@ TESTS = """
 import subprocess
 import sys
 
-from rl_small.ages import is_adult
+from rl_small.ages import is_adult, wait_for
 
 
 def test_ages():
@@ -74,6 +79,10 @@ def test_ages():
 def test_a_child():
     found = subprocess.run([sys.executable, "-c", "import rl_small.ages as a; print(a.in_child())"], stdout=-1)
     assert found.stdout == b"6\\n"
+
+
+def test_waiting():
+    wait_for(False)
 """
 
 
@@ -117,7 +126,7 @@ def test_it_names_what_no_test_notices_also_in_child_processes(tmp_path):
     change["file"] = "packages/rl-small/src/rl_small/ages.py"
     judged.write_text("[[equivalent]]\n" + "".join(f"{name} = {json.dumps(text)}\n" for name, text in change.items()))
     words = [str(sources), "--sample", "99", "--jobs", "2", "--equivalent", str(judged), "--json", "out.json"]
-    program = f"from tooling.mutation import run; run.PRELOADED = (); run.main({words!r})"
+    program = f"from tooling.mutation import run; run.PRELOADED = (); run.TEST_S = 1; run.main({words!r})"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
@@ -128,19 +137,21 @@ def test_it_names_what_no_test_notices_also_in_child_processes(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     outcomes = {
-        (each["function"], each["after"]): each["outcome"]
+        (each["function"], each["after"]): (each["outcome"], each["by"].rpartition("::")[2])
         for each in json.loads((tmp_path / "out.json").read_text())["changes"]
     }
     assert outcomes == {
-        ("", "19"): "survived",
-        ("is_adult", "return None"): "noticed",
-        ("is_adult", "(age > LIMIT)"): "survived",
-        ("is_adult", "(age <= LIMIT)"): "noticed",
-        ("in_child", "return None"): "noticed",
-        ("in_child", "7"): "noticed",
-        ("is_never_called", "return None"): "uncovered",
+        ("", "19"): ("survived", ""),
+        ("is_adult", "return None"): ("noticed", "test_ages"),
+        ("is_adult", "(age > LIMIT)"): ("survived", ""),
+        ("is_adult", "(age <= LIMIT)"): ("noticed", "test_ages"),
+        ("in_child", "return None"): ("noticed", "test_a_child"),
+        ("in_child", "7"): ("noticed", "test_a_child"),
+        ("wait_for", "(not (is_over))"): ("noticed", "test_waiting"),
+        ("wait_for", "False"): ("survived", ""),
+        ("is_never_called", "return None"): ("uncovered", ""),
     }
-    assert "57.1% of 7 changes were noticed; 1 more are judged equivalent" in done.stdout
+    assert "55.6% of 9 changes were noticed; 1 more are judged equivalent" in done.stdout
     assert (sources / "rl_small" / "ages.py").read_text() == SOURCE
 
 

@@ -7,6 +7,7 @@ import ast
 import gc
 import importlib
 import json
+import math
 import os
 import random
 import shutil
@@ -17,7 +18,7 @@ import time
 import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ PRELOADED = ("torch", "transformers.models.qwen3.modeling_qwen3", "safetensors.t
 """Slow imports that every forked process shares; ours must not be among them, since a change is made on import."""
 MEGATRON = ("megatron.core.parallel_state", "megatron.core.models.gpt", "megatron.core.optimizer")
 NOTICED, SURVIVED, UNCOVERED = "noticed", "survived", "uncovered"
-START_S = 90.0
-"""Seconds that a process may take beyond ten times its tests, before its change counts as noticed: it hangs."""
+START_S, TEST_S = 90.0, 45.0
+"""Seconds that a process or a test may take beyond ten times its usual time, before its change counts as noticed."""
 
 
 @dataclass
@@ -67,10 +68,11 @@ class Job:
 
 
 class Chosen:
-    """A plugin of pytest that runs the chosen tests in their order and writes the first that fails to a file."""
+    """A plugin of pytest that runs the chosen tests in order, names the running one in a file, and ends a hang."""
 
-    def __init__(self, tests: Sequence[str], report: Path) -> None:
-        """Choose tests by their identifiers."""
+    def __init__(self, tests: Mapping[str, float], report: Path) -> None:
+        """Choose tests by their identifiers, with their usual seconds."""
+        self.tests = tests
         self.order = {name: number for number, name in enumerate(tests)}
         self.report = report
 
@@ -80,10 +82,14 @@ class Chosen:
             (item for item in items if item.nodeid in self.order), key=lambda item: self.order[item.nodeid]
         )
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note which test failed."""
-        if report.failed:
-            self.report.write_text(report.nodeid)
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note which test runs: the last one has failed, unless all passed. SIGALRM ends the process if it hangs."""
+        self.report.write_text(nodeid)
+        signal.alarm(math.ceil(TEST_S + 10.0 * self.tests[nodeid]))
+
+    def pytest_runtest_logfinish(self) -> None:
+        """Let what follows take its time."""
+        signal.alarm(0)
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int, folder: Path) -> None:
@@ -233,12 +239,12 @@ def try_changes(
             install(content["path"], content["source"].encode())
             files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
             words = [*PYTEST, "-x", "--tb=line", *files]
-            return int(pytest.main(words, plugins=[Chosen(tests, failed)]))
+            plugin = Chosen({test: reach.seconds[test] for test in tests}, failed)
+            return int(pytest.main(words, plugins=[plugin]))
 
         def done(status: int, _: str, outcome: Outcome = outcome, failed: Path = failed) -> None:
-            by = _text(failed) or ("" if status >= 0 else f"signal {-status}")
             outcome.outcome = SURVIVED if status == 0 else NOTICED
-            outcome.by = by or ("" if status == 0 else "import")
+            outcome.by = (_text(failed) or "import") if status else ""
             print("." if status else describe(outcome), end="", flush=True)
 
         jobs.append(Job(work, done, START_S + 10.0 * sum(reach.seconds[name] for name in tests)))
