@@ -495,6 +495,19 @@ def test_of_two_late_columns_the_one_that_is_lost_is_given_again():
     assert lease(core, "returns").groups == [group]
 
 
+def test_a_prompt_that_was_issued_again_is_leased_once():
+    core = core_with(3)
+    put(core, [("p0", [0])])
+    put(core, [("p1", [0])])
+    core.drop(core.groups.find_open("p0"), "why", reissue=True, now=0.0)
+    put(core, [("p0", [0])])
+    assert [group.uid for group in lease(core, "log").groups] == ["p1"], "p0 arrived again, later"
+    for _ in range(2):
+        ack(core, lease(core, "reference"))
+    put(core, [("p2", [0])])
+    assert [group.uid for group in lease(core, "log", groups=2).groups] == ["p0", "p2"]
+
+
 # -- memory
 
 
