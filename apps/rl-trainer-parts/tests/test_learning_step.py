@@ -97,6 +97,7 @@ def with_rewards(rows: Batch, advantage: str = "grpo", **options: Any) -> Batch:
         {"distillation": {**TEACHERS, "use_task_rewards": True}},
         {"algorithm": {"kl_in": "reward"}},  # with a coefficient of 0
         {"algorithm": {"kl_coefficient": 0.1}},  # in the loss
+        {"distillation": {"loss": "k1", "used_as": "reward"}},  # without teachers
     ],
 )
 def test_advantages_of_task_rewards_are_all_that_is_added(sections: dict[str, Any]) -> None:
@@ -286,6 +287,8 @@ def test_a_critic_has_a_head_start_of_its_steps(step: int, trains: bool) -> None
     assert loss == objectives.ValueObjective(clip=0.7)
     assert batch.names == (rows.names | {"loss_weights"}) - {"routed_experts", "nucleus_ids"}
     assert parts.skipped.seen == [("critic", True, 6)] + [("actor", True, 6)] * trains
+    alone = parts_of({"critic": CRITIC["critic"]}, policy=Model())
+    assert update(alone, rows, Recorder(), step=step, kl_coefficient=0.0), "without a critic there is no head start"
 
 
 def test_a_policy_trains_with_the_users_weights_objective_and_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,8 +359,11 @@ def test_a_step_shows_its_batch_with_all_sampled_tokens_and_adapts_the_coefficie
     _, later = learn(parts, rows, Recorder(), step=2, kl_state=state)
     assert later == {"coefficient": pytest.approx(0.1 * (1 + error * 6 / 60) ** 2)}
     assert trained.ragged("policy_logprobs").values[2] == 1.0
-    _, unchanged = learn(parts_of({}, policy=policy), rows, Recorder(), step=1, kl_state={})
+    recorder, ids = Recorder(strict=True), rows.ragged("input_ids")
+    rows = rows.with_columns({"routed_experts": Ragged(np.zeros((len(ids.values), 2, 2), np.int16), ids.offsets)})
+    _, unchanged = learn(parts_of({}, policy=policy), rows, recorder, step=1, kl_state={})
     assert unchanged == {"coefficient": 0.0}
+    assert {"router/k3_kl/replay", "router/k3_kl/no_replay"} <= recorder.reduce().keys()
 
 
 def test_maxrl_alone_refuses_a_reward_below_zero() -> None:

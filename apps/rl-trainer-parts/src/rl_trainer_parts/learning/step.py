@@ -302,17 +302,15 @@ def with_update(prepared: Batch, results: Mapping[str, Ragged], *, loss_mask: Ra
     """
     trained, mask = prepared.ragged("loss_mask").values, loss_mask.values
     unscored = mask & ~trained
-    columns = dict(results)
-    if unscored.any():
-        for name, column in results.items():
-            columns[name] = Ragged(np.where(unscored, np.float32(np.nan), column.values), column.offsets)
+    columns = {
+        name: Ragged(np.where(unscored, np.float32(np.nan), column.values), column.offsets)
+        for name, column in results.items()
+    }
     return prepared.with_columns({"loss_mask": loss_mask, **columns})
 
 
 def _in_row_order(batch: Batch, seen: list[tuple[Batch, StepResult]]) -> dict[str, Ragged]:
     """Merge per-token results of mini-batches; rows in none of them get 0."""
-    if seen and seen[0][0] is batch:
-        return dict(seen[0][1].tokens)
     ids, row_of = batch.ragged("input_ids"), {key: row for row, key in enumerate(batch.keys)}
     found: dict[str, Ragged] = {}
     for part, result in seen:
