@@ -377,6 +377,10 @@ def test_the_row_of_a_sampled_token_is_that_of_its_request():
         DataError, match=r"p/0/0: token 2 \(5\) has experts \[1012, 1013\] in layer 0.* used \[12, 13\]"
     ):
         audit_experts(replace(TRAJECTORY, routed_experts=again), [first, second])
+    first.routed_experts[2] = 0
+    with pytest.raises(DataError, match=r"token 2 \(5\) has experts \[1012, 1013\] in layer 0.* used \[0, 0\]"):
+        audit_experts(replace(TRAJECTORY, routed_experts=again), [first, second])
+    told[2] = 0
     unread = told.copy()
     unread[7] = 5
     audit_experts(replace(TRAJECTORY, routed_experts=unread), [first, second])
