@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tooling.mutation.changes import IDENTITY, changes_of
-from tooling.mutation.run import EQUIVALENT
+from tooling.mutation.run import EQUIVALENT, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 CHANGED = {
@@ -163,3 +163,22 @@ def test_every_change_that_is_judged_equivalent_is_still_in_the_source_and_has_a
         for entry in (entry for entry in entries if entry["file"] == file):
             assert tuple(entry[name] for name in IDENTITY) in possible
             assert len(entry["reason"].split()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name files or folders to change"),
+        (["nothing.py"], "found none at nothing.py"),
+        (["tooling", "--only-tests", "nothing.py"], "found none at nothing.py"),
+        (["--replay", "nothing.json"], "found none at nothing.json"),
+        (["tooling", "--equivalent", "nothing.toml"], "found none at nothing.toml"),
+        (["tooling", "--jobs", "0"], "at least 1; found 0 and 100"),
+        (["tooling", "--jobs", "1", "--sample", "-3"], "at least 1; found 1 and -3"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(words, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parse(words)
+    assert message in capsys.readouterr().err

@@ -255,8 +255,6 @@ def try_changes(
 
 def equivalent(path: Path) -> dict[tuple[str, ...], str]:
     """Read the changes that were judged equivalent to the source, each with its reason."""
-    if not path.exists():
-        return {}
     entries = tomllib.loads(path.read_text())["equivalent"]
     return {tuple(each[name] for name in IDENTITY): each["reason"] for each in entries}
 
@@ -311,6 +309,11 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if not options.paths and not options.replay:
         parser.error("name files or folders to change, for example packages/rl-core/src/rl_core/queue")
+    named = [*options.paths, *options.tests, *(options.only_tests or ()), options.equivalent]
+    if missing := [str(path) for path in [*named, options.replay or ROOT] if not Path(path).exists()]:
+        parser.error(f"expected existing files or folders; found none at {', '.join(missing)}")
+    if options.jobs < 1 or options.sample < 1:
+        parser.error(f"--jobs and --sample must be at least 1; found {options.jobs} and {options.sample}")
     return options
 
 
@@ -324,9 +327,6 @@ def sample(options: argparse.Namespace) -> tuple[list[Change], int]:
         chosen = [found[identity] for identity in dict.fromkeys(wanted) if identity in found]
     else:
         paths = [path.resolve() for path in options.paths]
-        missing = [str(path) for path in paths if not path.exists()]
-        if missing:
-            raise SystemExit(f"expected existing files or folders; found none at {', '.join(missing)}")
         sources = sorted({file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))})
         every = [change for file in sources for change in changes_of(file, root=ROOT)]
         chosen = random.Random(options.seed).sample(every, min(options.sample, len(every)))
