@@ -581,6 +581,10 @@ def test_columns_of_a_batch_need_the_sampled_token_first() -> None:
     assert some.hidden is None
     with pytest.raises(DataError, match=r"must be the sampled token, followed by the K most likely ones"):
         teacher_tokens(micro(**alone))
+    one = teacher.ids.clone()
+    one[3, 0] = one[3, 1]
+    with pytest.raises(DataError, match=rf"found id {int(one[3, 1])} .* at token 3 \(1 such tokens"):
+        teacher_tokens(micro(teacher_ids=one))
     k1 = DistillationObjective(DistillationObjectiveOptions(loss="k1"))
     k1(torch.full((6,), -1.0), None, micro())
     with pytest.raises(DataError, match=r"must be the sampled token, followed by the K most likely ones"):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl_core.errors import SettingsError, ShapeError
-from rl_distill.objectives import AGGREGATIONS, PolicyTokens, aggregate, compute_policy_loss
+from rl_distill.objectives import AGGREGATIONS, POLICY_LOSSES, PolicyTokens, aggregate, compute_policy_loss
 from rl_distill.objectives.policy_loss import ppo_clip
 
 
@@ -36,6 +36,16 @@ def test_far_ratio_does_not_overflow():
     found.losses.sum().backward()
     assert found.losses.isfinite().all()
     assert policy.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_every_loss_tells_how_far_the_policy_moved_without_a_gradient(name):
+    policy = torch.tensor([-0.5, -2.0, -1.25, -3.0], dtype=torch.float64, requires_grad=True)
+    selection = torch.tensor([True, False, True, False])
+    tokens = replace(tokens_of([1.0] * 4, [1.0, -1.0, 0.5, -2.0]), policy_logprobs=policy, selection=selection)
+    diagnostics = POLICY_LOSSES.get(name)(tokens).diagnostics
+    assert diagnostics["actor/ppo_kl"].tolist() == [-0.5, 1.0, 0.25, 2.0]
+    assert [metric for metric, values in diagnostics.items() if values.requires_grad] == []
 
 
 def test_masked_tokens_read_zero_and_pass_no_gradient():

@@ -82,6 +82,8 @@ def test_wrong_shapes_are_refused():
         summarize_staleness([1, 2], [1], policy_version=3)
     with pytest.raises(ShapeError, match=r"\[1\], \[1\] and \[2\]"):
         summarize_staleness([1], [1], policy_version=3, group_index=[0, 1])
+    with pytest.raises(ShapeError, match=r"\[1, 2\], \[1, 2\] and \[1, 2\]"):
+        summarize_staleness([[1, 2]], [[1, 2]], policy_version=3, group_index=[[0, 0]])
 
 
 @pytest.mark.parametrize(

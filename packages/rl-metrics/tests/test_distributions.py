@@ -73,8 +73,12 @@ def test_token_columns_count_where_tokens_train():
 def test_impossible_logprobs_are_counted_as_not_finite():
     batch = with_columns(example(), old_logprobs=-math.inf, rollout_logprobs=-math.inf)
     recorder = Recorder(strict=True)
-    recorder.record_values("distribution/log_ratio", batch_distributions(batch)["distribution/log_ratio"])
-    assert recorder.reduce() == {"nonfinite/distribution/log_ratio": 5.0}
+    recorder.record_distributions(batch_distributions(batch))
+    found = recorder.reduce()
+    assert {name: count for name, count in found.items() if name.startswith("nonfinite/")} == {
+        "nonfinite/distribution/log_ratio": 5.0,
+        "nonfinite/distribution/logprob": 5.0,
+    }
 
 
 def test_batches_without_rows_rewards_or_trained_tokens():
