@@ -152,6 +152,13 @@ def test_what_is_padded_counts_for_nothing_and_old_logprobs_may_be_left_out():
     assert metrics["actor/ppo_kl"] == 0
     by_token = PolicyTokens.from_padded(broken, mask, advantages=advantages[:, None].expand(3, 4))
     assert compute_policy_loss(by_token)[0] == loss
+    assert not tokens.old_logprobs.requires_grad
+
+
+def test_metrics_of_one_token_are_its_own():
+    _, metrics = compute_policy_loss(tokens_of([4.0, 1.0], [1.0, 1.0], loss_mask=[True, False]))
+    assert metrics["actor/ppo_kl"].item() == pytest.approx(-math.log(4.0))
+    assert metrics["actor/pg_clipfrac"].item() == 1.0
 
 
 def test_tokens_that_a_loss_treats_apart_are_selected_by_itself():

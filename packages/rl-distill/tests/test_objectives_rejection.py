@@ -30,6 +30,7 @@ def test_all_criteria_must_pass_and_masked_tokens_stay_so():
 
 ROWS = {
     "three rows": [[math.nan, LOG(2), 0.0], [-LOG(2)], [math.nan], [LOG(4), -LOG(4), 0.1, math.nan]],
+    "two rows": [[LOG(2), 0.1], [-0.3]],
     "one row": [[LOG(2), -LOG(2), 0.3]],
 }
 """log(old / rollout) of trajectories; NaN at tokens that do not train."""

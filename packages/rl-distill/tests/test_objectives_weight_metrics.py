@@ -9,6 +9,7 @@ from rl_distill.objectives.correction import importance_weights, weight_metrics
 LOG = math.log
 ROWS = {
     "four rows": [[math.nan, LOG(4), LOG(0.25)], [0.0], [math.nan], [LOG(2), LOG(0.5), LOG(1.5), LOG(0.3)]],
+    "two rows": [[LOG(2), LOG(0.5)], [LOG(1.5)]],
     "one row": [[LOG(3), LOG(1.5)]],
 }
 """log(old / rollout) of trajectories; NaN at tokens that do not train."""

@@ -70,6 +70,12 @@ def test_draws_in_parts_have_their_number_and_their_law(monkeypatch):
     assert means.std() == pytest.approx(values.std() / 50**0.5, rel=0.1)
 
 
+def test_a_draw_has_a_mean_if_any_drawn_prompt_counts():
+    means = bootstrap_means(np.array([[2.0], [NAN]]), num_draws=2000)
+    assert set(means[~np.isnan(means)]) == {2.0}
+    assert np.isnan(means).mean() == pytest.approx(1 / 4, abs=0.05)
+
+
 def test_last_bits_do_not_change_the_draws():
     values = np.repeat([0.1, 0.7, 0.9, 1 / 3, 0.0], 20)
     noise = 1e-16 * np.random.default_rng(0).normal(size=100)

@@ -90,6 +90,12 @@ def test_batches_without_rows_rewards_or_trained_tokens():
     }
 
 
+def test_what_a_batch_lacks_has_no_distribution():
+    batch = example()
+    found, without = (batch_distributions(one) for one in (batch, batch.only(batch.names - {"reward"})))
+    assert found.keys() - without.keys() == {"distribution/reward", "distribution/group_reward_std"}
+
+
 def test_timings_are_listed_by_session():
     assert timing_distributions([]) == {}
     found = timing_distributions([Timings(generate_s=1.0, tools_s=2.0, reward_s=0.5), Timings(generate_s=3.0)])

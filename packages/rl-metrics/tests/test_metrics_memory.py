@@ -30,6 +30,13 @@ def test_half_of_what_linux_says_is_no_use_of_memory(tmp_path, line):
     assert memory_metrics(tmp_path) == {}
 
 
+def test_mapped_files_are_no_memory_of_a_process(tmp_path):
+    (tmp_path / "7" / "task").mkdir(parents=True)
+    sizes = "VmRSS: 4194304 kB\nRssAnon: 1048576 kB\nRssFile: 2621440 kB\nRssShmem: 524288 kB\n"
+    (tmp_path / "7" / "status").write_text(sizes)
+    assert memory_of("trainer", pid=7, proc=tmp_path) == {"memory/trainer_gb": 1.5}
+
+
 def test_without_proc_there_is_nothing(tmp_path):
     assert memory_metrics(tmp_path / "missing") == {}
 
@@ -103,6 +110,7 @@ def test_the_lines_that_made_what_is_there():
         watch.step(1)
     finally:
         tracemalloc.stop()
+    assert (said["memory_lines"]["step"], said["memory_lines"]["role"]) == (1, "trainer")
     first = said["memory_lines"]["lines"][0]
     assert first["line"].startswith(__file__)
     assert first["size_bytes"] >= sum(map(len, held))

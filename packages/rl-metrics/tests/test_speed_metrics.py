@@ -40,6 +40,8 @@ def test_utilization_is_of_all_devices_and_of_each_role_that_took_time():
     )
     assert found == {"perf/mfu/actor": pytest.approx(0.1), "perf/mfu/ref": pytest.approx(0.05)}
     assert model_flops_utilization({}, flops={"actor": 8e12}, peak_tflops=10.0) == {}
+    alone = model_flops_utilization(STEP, flops={"actor": 8e12}, peak_tflops=10.0)
+    assert alone == {"perf/mfu/actor": pytest.approx(0.2)}
     for name in found:
         DEFINITIONS.lookup(name)
 

@@ -103,7 +103,7 @@ class PolicyTokens:
             "policy_logprobs": policy_logprobs,
             "loss_mask": loss_mask,
             "advantages": advantages[:, None].expand(-1, loss_mask.shape[-1]) if advantages.ndim == 1 else advantages,
-            "old_logprobs": policy_logprobs.detach() if old_logprobs is None else old_logprobs,
+            "old_logprobs": policy_logprobs if old_logprobs is None else old_logprobs,
         } | ({} if selection is None else {"selection": selection})
         check_padded(padded)
         for name in ("policy_logprobs", "old_logprobs"):

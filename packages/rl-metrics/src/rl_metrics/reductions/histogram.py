@@ -153,7 +153,7 @@ class Histogram:
         edges = low * (1 - shares) + high * shares  # high - low may overflow
         at = np.searchsorted(highs, edges, side="left").clip(0, len(places) - 1)
         edges = np.where(lows[at] < edges, highs[at], edges)  # no edge within a bucket
-        edges = np.unique([low, *edges[(edges > low) & (edges < high)], high])
+        edges = np.unique([low, *edges.clip(low, high), high])
         middles = lows / 2 + highs / 2
         at = (np.searchsorted(edges, middles, side="right") - 1).clip(0, len(edges) - 2)
         return edges, np.bincount(at, weights=self._counts[places]).astype(np.int64)
