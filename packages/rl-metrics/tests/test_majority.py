@@ -150,7 +150,7 @@ def test_tails_are_the_two_probabilities_at_a_distance_from_the_mean(mean, dista
     assert majority._poisson_tail(mean, distance) == pytest.approx(expected, rel=1e-12)
 
 
-def test_hits_of_a_binomial_distribution():
+def test_hits_have_a_binomial_distribution():
     expected = [[math.comb(7, hits) * p**hits * (1 - p) ** (7 - hits) for hits in range(8)] for p in (0.1, 0.75, 1.0)]
     np.testing.assert_allclose(majority._binomial(np.array([0.1, 0.75, 1.0]), 7), expected, rtol=1e-13)
 
