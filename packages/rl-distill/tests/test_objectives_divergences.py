@@ -18,7 +18,7 @@ from rl_distill.objectives import DistillationObjective, DistillationObjectiveOp
 from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms, top_k_divergence
 from rl_distill.objectives.logit_divergence import LogitDivergence
-from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
+from rl_distill.objectives.teacher_tokens import TeacherTokens, check_sampled_tokens, teacher_tokens
 from rl_distill.objectives.vocabulary import VocabularyPart, likeliest
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
@@ -581,6 +581,11 @@ def test_columns_of_a_batch_need_the_sampled_token_first() -> None:
     assert some.hidden is None
     with pytest.raises(DataError, match=r"must be the sampled token, followed by the K most likely ones"):
         teacher_tokens(micro(**alone))
+    others = torch.tensor([0, 0, 1, 0, 1, 0]) + teacher.ids[:, 0]
+    check_sampled_tokens(teacher.ids[:, 0], others, others == teacher.ids[:, 0])
+    found = rf"found id {teacher.ids[2, 0]} instead of {others[2]} at token 2 \(2 such tokens in total\)"
+    with pytest.raises(DataError, match=found):
+        check_sampled_tokens(teacher.ids[:, 0], others, torch.ones(6, dtype=torch.bool))
     k1 = DistillationObjective(DistillationObjectiveOptions(loss="k1"))
     k1(torch.full((6,), -1.0), None, micro())
     with pytest.raises(DataError, match=r"must be the sampled token, followed by the K most likely ones"):
