@@ -46,6 +46,7 @@ def test_skips_in_a_row_are_put_up_with_until_there_is_one_more(tmp_path: Path):
     (file,) = tmp_path.iterdir()
     assert str(file) in str(raised.value)
     (line,) = [json.loads(text) for text in file.read_text().splitlines()]
+    assert list(line)[3:] == ["advantages", "input_ids", "reward"]
     assert line["prompt_uid"] == "b"
     assert line["input_ids"] == [3, 4, 5]
     assert line["advantages"] == [0.0, float("inf"), -1.0]
