@@ -244,6 +244,19 @@ def test_quantized_weights_are_refused_by_field(tied_policy: Path, tmp_path: Pat
         open_policy(tmp_path)
 
 
+def test_a_policy_is_opened_from_a_folder_its_name_or_its_configuration(tied_policy: Path):
+    content = read_policy_config(tied_policy)
+    for policy, folder in ((tied_policy, tied_policy), (str(tied_policy), tied_policy), (content, None)):
+        opened = open_policy(policy)
+        assert (opened.policy_dir, opened.config_json) == (folder, content)
+        assert not opened.config.trains_vision
+        assert open_policy(policy, trains_vision=True).config.trains_vision
+    classifier = {**content, "architectures": ["Qwen3ForTokenClassification"]}
+    assert open_policy(classifier, is_critic=True).config.architecture == "Qwen3ForCausalLM"
+    with pytest.raises(SettingsError, match="Qwen3ForTokenClassification"):
+        open_policy(classifier)
+
+
 def test_a_folder_keeps_configuration_and_tokenizer(tied_policy: Path, tmp_path: Path):
     config = {**read_policy_config(tied_policy), "torch_dtype": "float32", "own_field": [1, 2]}
     tensors = dict(PolicyTensors(tied_policy, config_of(tied_policy)).whole(torch.bfloat16))

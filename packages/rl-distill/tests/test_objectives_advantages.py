@@ -141,6 +141,11 @@ def test_lite_ppo_does_not_scale_up_a_group_that_hardly_differs():
     assert found.tolist() == pytest.approx([0.0201306, -0.0201306, 1.0065308, -1.0065308], abs=1e-6)
 
 
+def test_maxrl_gives_zeros_to_groups_without_a_mean_above_zero():
+    rewards, group = torch.tensor([-1.0, 1.0, -2.0, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    assert maxrl_advantages(rewards, group).tolist() == [0.0, 0.0, 0.0, 0.0, -1.0, 1.0]
+
+
 def test_rewards_of_tokens_count_in_the_trajectorys():
     rows = rows_of([1.0, 0.0], [0, 0], [0, 1], lengths=[2, 1], loss_mask=[True, True, True])
     rows = replace(rows, columns={"token_rewards": torch.tensor([-0.25, -0.25, 0.0], dtype=torch.float64)})

@@ -40,6 +40,17 @@ def test_top_share_selects_the_earlier_of_equal_tokens(share, expected):
     assert select_top(LOGPROBS, ADVANTAGES, MASK, share=share).tolist() == [bool(is_in) for is_in in expected]
 
 
+def test_top_of_many_equal_tokens_are_the_earlier_ones():
+    generator = torch.Generator().manual_seed(0)
+    logprobs, advantages = (torch.randint(-1, 2, (300,), generator=generator).double() for _ in range(2))
+    mask = torch.rand(300, generator=generator) > 0.2
+    covariance = covariances(logprobs, advantages, mask).tolist()
+    order = sorted((token for token in range(300) if mask[token]), key=lambda token: -covariance[token])
+    for share in (0.1, 0.5):
+        found = select_top(logprobs, advantages, mask, share=share).nonzero().flatten()
+        assert found.tolist() == sorted(order[: int(share * len(order))])
+
+
 def test_band_is_a_random_choice_within_it():
     generator = torch.Generator().manual_seed(0)
     logprobs, advantages = (torch.randn(2000, generator=generator) for _ in range(2))

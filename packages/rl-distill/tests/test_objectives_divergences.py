@@ -18,7 +18,7 @@ from rl_distill.objectives import DistillationObjective, DistillationObjectiveOp
 from rl_distill.objectives.chunked_head import chunked_head_divergence
 from rl_distill.objectives.divergences import DivergenceOptions, divergence_terms, top_k_divergence
 from rl_distill.objectives.logit_divergence import LogitDivergence
-from rl_distill.objectives.teacher_tokens import TeacherTokens, teacher_tokens
+from rl_distill.objectives.teacher_tokens import TeacherTokens, check_sampled_tokens, refuse_top_k_alone, teacher_tokens
 from rl_distill.objectives.vocabulary import VocabularyPart, likeliest
 
 GOLDEN_DIR = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parents[3] / "tests" / "golden"))
@@ -158,6 +158,16 @@ def test_a_head_in_chunks_gives_its_gradients_once() -> None:
     found.weighted.sum().backward(retain_graph=True)
     with pytest.raises(NotReadyError, match="backward only once"):
         found.weighted.sum().backward()
+
+
+def test_a_head_in_bfloat16_compares_in_float32() -> None:
+    logits, head = random_logits(3, dtype=torch.float32).bfloat16(), torch.eye(V)
+    teacher = teacher_of(random_logits(3, seed=2, dtype=torch.float32), k=2)
+    given = {"weights": torch.ones(3), "teacher": teacher, "targets": teacher.ids[:, 0]}
+    compare = divergence(DivergenceOptions(), dtype=torch.float32)
+    found = chunked_head_divergence(logits, head.bfloat16(), divergence=compare, **given)
+    expected = chunked_head_divergence(logits.float(), head, divergence=compare, **given)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_head_in_chunks_refuses_losses_that_are_weighted_again() -> None:
@@ -405,6 +415,19 @@ def test_a_top_k_without_the_sampled_token_is_refused_or_given_apart(kind: str) 
     assert torch.equal(TeacherTokens.from_top_k(**top, sampled=sampled).ids, whole.ids)
 
 
+def test_a_sampled_token_of_id_zero_is_no_top_k_alone_unless_it_is_the_likeliest() -> None:
+    logprobs = torch.tensor([[0.3, 0.6], [0.3, 0.3], [0.6, 0.3]]).log()
+    tokens = torch.tensor([[0, 1], [1, 0], [0, 1]])
+    index = torch.zeros(3, dtype=torch.int64)
+    refuse_top_k_alone(TeacherTokens(ids=tokens, logprobs=logprobs, index=torch.tensor([0, 0, -1])))
+    with pytest.raises(DataError, match=r"found at token 2 id 0 with -0\.511, .* most likely one, id 1 with -1\.2"):
+        refuse_top_k_alone(TeacherTokens(ids=tokens, logprobs=logprobs, index=index))
+    with pytest.raises(DataError, match=r"found at token 1 id 2 with -0\.511, .* most likely one, id 0 with -1\.2"):
+        refuse_top_k_alone(
+            TeacherTokens(ids=torch.tensor([[0, 0], [2, 0], [0, -1]]), logprobs=logprobs[[0, 2, 2]], index=index)
+        )
+
+
 TOP = torch.log_softmax(random_logits(4, seed=1, dtype=torch.float32), -1).topk(3)
 IDS, LOGPROBS = TOP.indices, TOP.values
 BAD = LOGPROBS.clone()
@@ -581,10 +604,11 @@ def test_columns_of_a_batch_need_the_sampled_token_first() -> None:
     assert some.hidden is None
     with pytest.raises(DataError, match=r"must be the sampled token, followed by the K most likely ones"):
         teacher_tokens(micro(**alone))
-    one = teacher.ids.clone()
-    one[3, 0] = one[3, 1]
-    with pytest.raises(DataError, match=rf"found id {int(one[3, 1])} .* at token 3 \(1 such tokens"):
-        teacher_tokens(micro(teacher_ids=one))
+    others = torch.tensor([0, 0, 1, 0, 1, 0]) + teacher.ids[:, 0]
+    check_sampled_tokens(teacher.ids[:, 0], others, others == teacher.ids[:, 0])
+    found = rf"found id {teacher.ids[2, 0]} instead of {others[2]} at token 2 \(2 such tokens in total\)"
+    with pytest.raises(DataError, match=found):
+        check_sampled_tokens(teacher.ids[:, 0], others, torch.ones(6, dtype=torch.bool))
     k1 = DistillationObjective(DistillationObjectiveOptions(loss="k1"))
     k1(torch.full((6,), -1.0), None, micro())
     with pytest.raises(DataError, match=r"must be the sampled token, followed by the K most likely ones"):

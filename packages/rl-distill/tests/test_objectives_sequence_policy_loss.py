@@ -67,6 +67,23 @@ def test_geo_mean_at_negative_advantages_holds_from_below():
     assert found.diagnostics["actor/pg_clipfrac_lower"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("loss", "clipped"),
+    [
+        (gspo, {"actor/pg_clipfrac": [1.0, 1.0, 0.0, 0.0]}),
+        (geo_mean, {"actor/pg_clipfrac": [1.0, 0.0, 0.0, 0.0], "actor/pg_clipfrac_lower": [0.0, 1.0, 0.0, 0.0]}),
+    ],
+)
+def test_metrics_have_no_gradient_and_count_no_token_with_advantage_zero(loss, clipped):
+    tokens, _ = tokens_of([0.5, -0.5, 0.0, 1.0], [1.0, -1.0, 2.0, 0.0], lengths=[1, 1, 1, 1])
+    metrics = loss(tokens).diagnostics
+    assert {name: values.tolist() for name, values in metrics.items()} == {
+        **clipped,
+        "actor/ppo_kl": [-0.5, 0.5, 0.0, -1.0],
+    }
+    assert [name for name, values in metrics.items() if values.requires_grad] == []
+
+
 def test_a_response_without_trained_tokens_gives_zeros():
     tokens, _ = tokens_of([1.0, 2.0], [1.0, 1.0], lengths=[1, 1], loss_mask=[True, False])
     for loss in (gspo, geo_mean):

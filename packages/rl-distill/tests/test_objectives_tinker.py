@@ -8,8 +8,9 @@ import torch
 
 from rl_core.errors import SettingsError
 from rl_distill.learner import MicroBatch
-from rl_distill.objectives import AGGREGATIONS, TINKER_LOSSES, tinker_objective
+from rl_distill.objectives import AGGREGATIONS, TINKER_LOSSES, PolicyTokens, tinker_objective
 from rl_distill.objectives.aggregation import token_weights
+from rl_distill.objectives.tinker import unclipped_ratio
 
 LENGTHS = (5, 1, 8, 3)
 OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -93,7 +94,9 @@ def test_loss_and_gradient_are_the_documented_formulas(case, seed):
         }
         | ({"token_selection": made["selection"]} if name == "gspo" else {}),
     )
-    loss, _ = tinker_objective(name, config)(target, None, micro)
+    loss, metrics = tinker_objective(name, config)(target, None, micro)
+    if name != "cross_entropy":
+        torch.testing.assert_close(metrics["actor/ppo_kl"][0], (made["sampling"] - target).detach().sum())
     (found,) = torch.autograd.grad(loss, target)
 
     rows = [slice(int(a), int(b)) for a, b in itertools.pairwise(OFFSETS)]
@@ -101,6 +104,20 @@ def test_loss_and_gradient_are_the_documented_formulas(case, seed):
     (gradient,) = torch.autograd.grad(expected, target)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_the_metric_of_a_ratio_without_clip_has_no_gradient():
+    logprobs, zeros = torch.zeros(2, requires_grad=True), torch.zeros(2)
+    tokens = PolicyTokens(
+        policy_logprobs=logprobs,
+        old_logprobs=zeros,
+        advantages=zeros,
+        loss_mask=zeros == 0,
+        offsets=torch.tensor([0, 2]),
+    )
+    found = unclipped_ratio(tokens)
+    assert found.losses.requires_grad
+    assert not found.diagnostics["actor/ppo_kl"].requires_grad
 
 
 def test_losses_equal_literals():

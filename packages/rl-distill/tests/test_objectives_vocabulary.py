@@ -198,6 +198,15 @@ def test_the_top_and_the_rest_are_those_of_log_softmax(sliced, dtype, tolerance,
     torch.testing.assert_close(joined([each[2] for each in found]).double(), grad, rtol=tolerance, atol=tolerance)
 
 
+def test_a_rest_without_tokens_has_no_gradient():
+    logits = logits_of().requires_grad_()
+    logprobs, rest = top_k_logprobs(logits, torch.arange(V).expand(M, V), part=VocabularyPart(V))
+    (found,) = torch.autograd.grad((logprobs * weights_of(M, V)).sum() + 5.0 * rest.sum(), logits)
+    (expected,) = torch.autograd.grad((torch.log_softmax(logits, -1) * weights_of(M, V)).sum(), logits)
+    torch.testing.assert_close(found, expected)
+    assert torch.autograd.grad(top_k_logprobs(logits, IDS, part=VocabularyPart(V))[1].sum(), logits)[0].any()
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_all_logprobs_are_those_of_log_softmax(sliced, temperature):
     logits, weights = logits_of().nan_to_num(neginf=-30.0), weights_of(M, V)
@@ -338,9 +347,9 @@ def test_a_head_of_which_one_side_trains_computes_its_gradient_alone(trained):
     divergence = LogitDivergence(options=DivergenceOptions(), part=VocabularyPart(V))
     inputs = [weights_of(size, 5).float().requires_grad_(has) for size, has in zip((M, V), trained, strict=True)]
     found = chunked_head_divergence(*inputs, weights=weights_of(M).float(), teacher=teacher, divergence=divergence)
-    found.weighted.sum().backward()
+    (2.5 * found.weighted.sum()).backward()
     leaves = [one.detach().clone().requires_grad_() for one in inputs]
-    (weights_of(M) * divergence(leaves[0] @ leaves[1].T, teacher).losses).sum().backward()
+    (2.5 * weights_of(M) * divergence(leaves[0] @ leaves[1].T, teacher).losses).sum().backward()
     for one, leaf, has in zip(inputs, leaves, trained, strict=True):
         assert (one.grad is not None) == has
         assert not has or torch.allclose(one.grad, leaf.grad, rtol=1e-4, atol=1e-5)

@@ -1,13 +1,14 @@
 """Impossible options are refused where they are made, all in one error."""
 
 import math
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 from refusals import refusal
 
 from rl_core.errors import SettingsError
-from rl_distill.options import LearnerOptions, ParallelOptions
+from rl_distill.options import AdamOptions, LearnerOptions, LoraOptions, ParallelOptions
 from rl_distill.parallel_layout import check_ranks
 
 
@@ -68,3 +69,48 @@ def test_layouts_of_wrong_types_are_refused(layout: dict[str, Any], said: str) -
     with pytest.raises(SettingsError) as refused:
         check_ranks(ParallelOptions(**layout))
     assert said in str(refused.value)
+
+
+def test_the_defaults_are_those_of_the_documents() -> None:
+    assert AdamOptions(learning_rate=0.0) == AdamOptions(
+        learning_rate=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, clip_grad=0.0
+    )
+    assert astuple(LoraOptions()) == (0, None, False, 0.0, ("all-linear",), "adapter", None)
+    assert astuple(ParallelOptions()) == (1, 1, 1, 1, 1, 1, None, False, False, False)
+    optimizer = (1e-6, "adam", 0, None, "linear", 0.0, (0.9, 0.999), 1e-8, 0.0, 1.0, 8192, 16)
+    kernels = ("auto", "float32", "none", ("layernorm",), "auto", False, False, False, None, None, False, 0)
+    assert astuple(LearnerOptions()) == optimizer + kernels
+
+
+@pytest.mark.parametrize(
+    ("options", "alpha", "scaling"),
+    [
+        ({"rank": 4}, 8.0, 2.0),
+        ({"rank": 4, "alpha": 6.0}, 6.0, 1.5),
+        ({"rank": 4, "alpha": 6.0, "rslora": True}, 6.0, 3.0),
+        ({"rank": 16, "rslora": True}, 32.0, 8.0),
+    ],
+)
+def test_an_adapter_is_scaled_by_its_rank_and_padding_keeps_the_scale(
+    options: dict[str, Any], alpha: float, scaling: float
+) -> None:
+    lora = LoraOptions(**options)
+    assert (lora.alpha_in_use, lora.scaling) == (alpha, scaling)
+    assert lora.padded_from(lora.rank) is lora
+    padded = lora.padded_from(1)
+    assert padded.rank == lora.rank
+    assert padded.scaling == pytest.approx(LoraOptions(**options | {"rank": 1}).scaling)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"alpha": 0.0}, "alpha of LoraOptions"),
+        ({"alpha": 1e9}, "alpha of LoraOptions"),
+        ({"dropout": 1.0}, "dropout of LoraOptions"),
+        ({"target_modules": ()}, "target_modules of LoraOptions"),
+    ],
+)
+def test_impossible_adapters_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        LoraOptions(**options)

@@ -1,7 +1,9 @@
 """Sizes that a layout must divide, and options that need certain layouts."""
 
+import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,6 +167,55 @@ def test_layers_of_both_kinds_can_be_computed_again():
     modules = ("core_attn", "layernorm", "mlp", "moe")
     options = LearnerOptions(recompute="selective", recompute_modules=modules)
     assert refusal(check_learner, options, SHARED, some) is None
+
+
+@pytest.mark.parametrize("groups", [4, 6, 12])
+def test_context_ranks_share_heads_and_either_share_groups_or_repeat_them(groups: int):
+    config = replace(DENSE, num_heads=12, num_key_value_heads=groups)
+    for tensor, context in itertools.product((1, 2), range(1, 14)):
+        heads, local = 12 // tensor, groups // tensor
+        possible = [size for size in range(1, heads + 1) if heads % size == 0 and 0 in (local % size, size % local)]
+        layout = ParallelOptions(ranks=tensor * context, tensor=tensor, context=context)
+        said = refusal(check_layout, layout, config)
+        if context in possible:
+            assert said is None
+        else:
+            assert f"the {heads} attention heads" in str(said)
+            assert f"its {local} key-value heads" in str(said)
+            assert f"one of {possible}." in str(said)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lora", "model_json", "said"),
+    [
+        ({"distributed_optimizer": True}, 0, "", ["parallel.distributed_optimizer = true divides"]),
+        ({"shard_weights": True}, 0, "", ["parallel.shard_weights = true divides"]),
+        ({}, 2, "", ["trains no adapters; found lora.rank = 2"]),
+        ({}, 0, "{}", ["is computed by transformers' class"]),
+        ({}, 0, "", []),
+    ],
+)
+def test_muon_trains_whole_matrices_of_our_layers(layout: dict[str, bool], lora: int, model_json: str, said: list[str]):
+    config = replace(DENSE, model_json=model_json)
+    check = partial(
+        check_learner, parallel=ParallelOptions(ranks=2, **layout), config=config, lora=LoraOptions(rank=lora)
+    )
+    lines = str(refusal(check, LearnerOptions(algorithm="muon")) or "").splitlines()
+    assert len(lines) == len(said)
+    for line, part in zip(lines, said, strict=True):
+        assert line.startswith('algorithm = "muon"')
+        assert part in line
+    assert refusal(check, LearnerOptions()) is None
+
+
+@pytest.mark.parametrize("kernels", ["plain", "fused", "transformer_engine"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_transformer_engine_computes_no_adapters(kernels: str, rank: int):
+    said = refusal(
+        check_learner, LearnerOptions(kernels=kernels), ParallelOptions(), DENSE, lora=LoraOptions(rank=rank)
+    )
+    is_refused = kernels == "transformer_engine" and rank == 2
+    assert ("does not support adapters; found lora.rank = 2" in str(said)) if is_refused else said is None
 
 
 def test_only_transformers_models_divide_their_weights():

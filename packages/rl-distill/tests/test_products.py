@@ -89,6 +89,14 @@ def test_what_is_faster_is_chosen(monkeypatch):
     products._measured.cache_clear()
     assert chosen_products("auto") == "torch"
     products._measured.cache_clear()
+    assert (chosen_products("torch"), chosen_products("onednn")) == ("torch", "onednn")
+
+
+def test_the_gain_is_that_of_the_shortest_of_15_calls_after_a_first_one(monkeypatch):
+    times = {torch.mm: [0.1, *[3.0] * 14, 2.0], products._onednn: [9.0, 0.5, *[1.0] * 14]}
+    monkeypatch.setattr(products, "_seconds", lambda product, a, b: times[product].pop(0))
+    assert products._gain(2, 3, 4) == 4.0
+    assert list(times.values()) == [[], []]
 
 
 def test_a_machine_without_onednn_says_so(monkeypatch):

@@ -151,7 +151,7 @@ def _told_apart(batch: Batch) -> Ragged:
     if not columns:
         return ids
     rows = np.concatenate([ids.values[:, None], *columns], axis=1)
-    return Ragged(np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1), ids.offsets)
+    return Ragged(np.unique(rows, axis=0, return_inverse=True)[1].ravel(), ids.offsets)
 
 
 def computed_units(

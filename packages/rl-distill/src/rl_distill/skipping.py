@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from rl_core.data import Batch, Ragged
+from rl_core.data import Batch
 from rl_core.errors import RLError
 from rl_core.record_fields import converts_arguments
 from rl_distill.learner import StepResult
@@ -85,8 +85,6 @@ def save_rows(batch: Batch, rows: tuple[int, ...], file: Path) -> Path:
                 "output_index": key.output_index,
             }
             for name in sorted(batch.names):
-                column = batch[name]
-                value = column[row] if isinstance(column, Ragged) else np.asarray(column[row])
-                line[name] = value.tolist()
+                line[name] = np.asarray(batch[name][row]).tolist()
             stream.write(json.dumps(line) + "\n")
     return file

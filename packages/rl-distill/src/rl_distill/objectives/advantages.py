@@ -237,7 +237,7 @@ def maxrl_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     centered, index = _centered(rewards, group)
     sizes = torch.bincount(index)
     means = (centered.new_zeros(len(sizes)).index_add(0, index, rewards.double()) / sizes)[index]
-    return (centered / torch.where(means > 0, means, torch.inf)).to(_dtype(rewards))
+    return torch.where(means > 0, centered / means, 0.0).to(_dtype(rewards))
 
 
 def _dtype(rewards: Tensor) -> torch.dtype:

@@ -134,10 +134,10 @@ class TopKLogprobs(NamedTuple):
     def gradient(self, grad_logprobs: Tensor, grad_tail: Tensor, *, in_place: bool = False) -> Tensor:
         """Return the gradient [M, V of this rank] for the shifted logits; new, or in place of the exponentials."""
         grad_logprobs = grad_logprobs * self.is_given
-        has_tail = self.tail > torch.finfo(self.tail.dtype).tiny
-        grad_tail = torch.where(has_tail, grad_tail, 0.0)
+        tiny = torch.finfo(self.tail.dtype).tiny
+        grad_tail = torch.where(self.tail > tiny, grad_tail, 0.0)
         summed = grad_logprobs.sum(-1) + grad_tail
-        outside = (torch.where(has_tail, grad_tail / self.tail, 0.0) - summed / self.total).unsqueeze(-1)
+        outside = (grad_tail / self.tail.clamp_min(tiny) - summed / self.total).unsqueeze(-1)
         grad = self.exponentials.mul_(outside) if in_place else self.exponentials * outside
         if not grad.shape[-1]:
             return grad
