@@ -511,6 +511,16 @@ def test_a_prompt_of_tokens_follows_the_longest_sample_with_which_it_begins():
     assert forks > 20
 
 
+def test_a_prompt_of_tokens_follows_a_sample_of_messages():
+    talk = Talk()
+    talk.ask([user("Hi")], "Hello")
+    (sample,) = talk.tree.samples
+    said = np.concatenate([sample.turn.input_ids, sample.kept_ids])
+    place, num_said = talk.tree.place_tokens(np.append(said, said[:2]))
+    assert place.after is sample
+    assert num_said == len(said)
+
+
 def test_a_trajectory_has_the_times_of_the_samples_that_it_trains_and_the_end_of_its_last():
     talk = Talk()
     history = [user("a")]

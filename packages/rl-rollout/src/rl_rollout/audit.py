@@ -292,9 +292,9 @@ def _image_fault(trajectory: Trajectory, span: SampledSpan, images: EngineImages
             return f"image {index} ({image.digest[:12]}) is swapped: {where} had {sent[index][:12]} in its place."
         if len(sent) < len(mine) and (index >= len(sent) or mine[index] != sent[index]):
             return f"image {index} ({image.digest[:12]}) at token {image.start} is missing in {where}."
-        if index < len(sent) and mine[index] != sent[index]:
+        if mine[index] != sent[index]:
             return f"image {index} is {image.digest[:12]}, but {where} had {sent[index][:12]} in its place."
-        if index < len(sent) and image != (other := span.images[index]):
+        if image != (other := span.images[index]):
             return (
                 f"image {index} has {image.length} tokens from {image.start} on, but {where} had {other.length} from "
                 f"{other.start} on."
