@@ -159,9 +159,13 @@ def test_every_change_that_is_judged_equivalent_is_still_in_the_source_and_has_a
     entries = tomllib.loads(EQUIVALENT.read_text())["equivalent"]
     assert entries
     for file in {entry["file"] for entry in entries}:
-        possible = {each.identity for each in changes_of(ROOT / file, root=ROOT)}
+        possible: dict[tuple[str, ...], list[str]] = {}
+        for each in changes_of(ROOT / file, root=ROOT):
+            possible.setdefault(each.identity, []).append(each.text_of_line(ROOT))
         for entry in (entry for entry in entries if entry["file"] == file):
-            assert tuple(entry[name] for name in IDENTITY) in possible
+            found = possible[tuple(entry[name] for name in IDENTITY)]
+            assert set(entry.get("lines", found)) <= set(found)
+            assert "lines" in entry or len(found) == 1, f"{entry['before']} of {entry['function']} is on {found}"
             assert len(entry["reason"].split()) >= 3
 
 

@@ -82,6 +82,10 @@ class Change:
         """The values of `IDENTITY`."""
         return tuple(getattr(self, name) for name in IDENTITY)
 
+    def text_of_line(self, root: Path) -> str:
+        """Return the source's line, without indentation."""
+        return (root / self.file).read_text().splitlines()[self.line - 1].strip()
+
     def applied(self, source: bytes) -> bytes:
         """Return the source with the change."""
         start, end = self.span

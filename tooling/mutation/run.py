@@ -253,10 +253,16 @@ def try_changes(
     yield from outcomes.values()
 
 
-def equivalent(path: Path) -> dict[tuple[str, ...], str]:
-    """Read the changes that were judged equivalent to the source, each with its reason."""
+def without_equivalent(changes: Sequence[Change], path: Path) -> list[Change]:
+    """Leave out the changes that a file judges equivalent to the source: on certain lines, or wherever they are."""
     entries = tomllib.loads(path.read_text())["equivalent"]
-    return {tuple(each[name] for name in IDENTITY): each["reason"] for each in entries}
+    known = {tuple(each[name] for name in IDENTITY): each.get("lines", []) for each in entries}
+
+    def is_judged(change: Change) -> bool:
+        lines = known.get(change.identity)
+        return lines is not None and (not lines or change.text_of_line(ROOT) in lines)
+
+    return [change for change in changes if not is_judged(change)]
 
 
 def describe(outcome: Outcome) -> str:
@@ -300,9 +306,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         default=60.0,
         help="seconds of tests a change, quick files first (default: 60)",
     )
-    parser.add_argument("--tests", nargs="*", default=[], help="further test files, such as tests/test_sft.py")
+    parser.add_argument("--tests", nargs="*", action="extend", default=[], help="further test files, such as tests/test_sft.py")
     parser.add_argument("--only-tests", nargs="*", help="these test files instead of the package's")
-    parser.add_argument("--without", nargs="*", default=[], help="test files to leave out")
+    parser.add_argument("--without", nargs="*", action="extend", default=[], help="test files to leave out")
     parser.add_argument("--replay", type=Path, help="try the changes of a file that --json wrote, but for the noticed")
     parser.add_argument("--equivalent", type=Path, default=EQUIVALENT, help="changes judged equivalent, with reasons")
     parser.add_argument("--json", type=Path, help="also write every change and its outcome to this file")
@@ -321,17 +327,15 @@ def sample(options: argparse.Namespace) -> tuple[list[Change], int]:
     """Choose the changes; return them with the number of those left out because they are judged equivalent."""
     if options.replay:
         kept = [each for each in json.loads(options.replay.read_text())["changes"] if each["outcome"] != NOTICED]
-        wanted = [tuple(each[name] for name in IDENTITY) for each in kept]
+        wanted = {tuple(each[name] for name in IDENTITY) for each in kept}
         files = sorted({each["file"] for each in kept})
-        found = {each.identity: each for file in files for each in changes_of(ROOT / file, root=ROOT)}
-        chosen = [found[identity] for identity in dict.fromkeys(wanted) if identity in found]
+        chosen = [each for file in files for each in changes_of(ROOT / file, root=ROOT) if each.identity in wanted]
     else:
         paths = [path.resolve() for path in options.paths]
         sources = sorted({file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))})
         every = [change for file in sources for change in changes_of(file, root=ROOT)]
         chosen = random.Random(options.seed).sample(every, min(options.sample, len(every)))
-    known = equivalent(options.equivalent)
-    left = [change for change in chosen if change.identity not in known]
+    left = without_equivalent(chosen, options.equivalent)
     return sorted(left, key=lambda change: (change.file, change.span)), len(chosen) - len(left)
 
 
