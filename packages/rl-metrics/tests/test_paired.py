@@ -73,6 +73,13 @@ def test_exact_and_drawn_flips_agree(monkeypatch):
     assert compare([[0.0]] * 80, [[1.0]] * 80).p == 1 / 10_001
 
 
+def test_the_observed_flip_counts_whatever_the_true_difference_is():
+    lows, highs = paired._flip_ranges(np.linspace(0.5, 2.0, 20), num_draws=9)
+    assert len(lows) == 10
+    assert (lows[0], highs[0]) == (-math.inf, math.inf)
+    assert np.isfinite([lows[1:], highs[1:]]).all()
+
+
 def test_a_few_equal_differences_are_not_certain():
     assert compare([[0.0]] * 3, [[1.0]] * 3).p == 0.25  # the sign test's: both sides of 1/8
     assert compare([[0.0]] * 10, [[1.0]] * 10).p == 2**-9
