@@ -306,7 +306,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         default=60.0,
         help="seconds of tests a change, quick files first (default: 60)",
     )
-    parser.add_argument("--tests", nargs="*", action="extend", default=[], help="further test files, such as tests/test_sft.py")
+    parser.add_argument(
+        "--tests", nargs="*", action="extend", default=[], help="further test files, such as tests/test_sft.py"
+    )
     parser.add_argument("--only-tests", nargs="*", help="these test files instead of the package's")
     parser.add_argument("--without", nargs="*", action="extend", default=[], help="test files to leave out")
     parser.add_argument("--replay", type=Path, help="try the changes of a file that --json wrote, but for the noticed")
