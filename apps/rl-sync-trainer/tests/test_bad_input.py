@@ -245,7 +245,7 @@ PROMPTS = {
         says=("`hf download openai/gsm8k --repo-type dataset --local-dir datasets/gsm8k`",),
     ),
     "line that is no JSON": Mistake(
-        spoil=lambda run: (jsonl(GOOD_ROW)(run), (run.folder / "bad.jsonl").open("a").write("{")),
+        spoil=lambda run: (jsonl(GOOD_ROW)(run), (run.folder / "bad.jsonl").write_text(json.dumps(GOOD_ROW) + "\n{")),
         says=("bad.jsonl, line 2, column 2: not JSON (Expecting property name",),
     ),
     "row without answer": Mistake(

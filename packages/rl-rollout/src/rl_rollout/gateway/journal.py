@@ -183,6 +183,7 @@ class Journal:
             self._lock = os.fdopen(open_lock_file(folder / "lock"), "wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise SettingsError(f"another gateway stores its sessions in {folder}. Choose another folder.") from None
         except OSError as error:
             raise SettingsError(f"sessions cannot be stored in {folder}: {error}.") from error
