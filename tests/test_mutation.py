@@ -45,6 +45,7 @@ SOURCE = '''
 """A module."""
 
 LIMIT = 18
+VERSION = 3
 
 
 def is_adult(age: int) -> bool:
@@ -68,7 +69,7 @@ TESTS = """
 import subprocess
 import sys
 
-from rl_small.ages import is_adult, wait_for
+from rl_small.ages import VERSION, is_adult, wait_for
 
 
 def test_ages():
@@ -79,6 +80,10 @@ def test_ages():
 def test_a_child():
     found = subprocess.run([sys.executable, "-c", "import rl_small.ages as a; print(a.in_child())"], stdout=-1)
     assert found.stdout == b"6\\n"
+
+
+def test_the_version():  # runs no line of the module
+    assert VERSION == 3
 
 
 def test_waiting():
@@ -142,6 +147,7 @@ def test_it_names_what_no_test_notices_also_in_child_processes(tmp_path):
     }
     assert outcomes == {
         ("", "19"): ("survived", ""),
+        ("", "4"): ("noticed", "test_the_version"),
         ("is_adult", "return None"): ("noticed", "test_ages"),
         ("is_adult", "(age > LIMIT)"): ("survived", ""),
         ("is_adult", "(age <= LIMIT)"): ("noticed", "test_ages"),
@@ -151,7 +157,7 @@ def test_it_names_what_no_test_notices_also_in_child_processes(tmp_path):
         ("wait_for", "False"): ("survived", ""),
         ("is_never_called", "return None"): ("uncovered", ""),
     }
-    assert "55.6% of 9 changes were noticed; 1 more are judged equivalent" in done.stdout
+    assert "60.0% of 10 changes were noticed; 1 more are judged equivalent" in done.stdout
     assert (sources / "rl_small" / "ages.py").read_text() == SOURCE
 
 

@@ -94,16 +94,18 @@ class Reach:
         seconds: Duration of each test, in seconds, by its identifier.
         lines: For each source, the identifiers of the tests that reach a line.
         new: For each source, the lines that it did not have when it was recorded.
+        importing: For each source, the tests of the files that import it.
     """
 
     seconds: dict[str, float]
     lines: dict[str, dict[int, set[str]]]
     new: dict[str, set[int]]
+    importing: dict[str, set[str]]
 
     @classmethod
     def read(cls, recordings: Iterable[Path], *, root: Path) -> Reach:
         """Read recordings; lines that have moved since are found by comparing the sources."""
-        reach = cls({}, {}, {})
+        reach = cls({}, {}, {}, {})
         moves: dict[tuple[str, str], Callable[[int], int]] = {}
         for path in recordings:
             recorded = json.loads(path.read_text())
@@ -117,14 +119,15 @@ class Reach:
                 if key not in moves:
                     moves[key], new = _moves(before, (root / file).read_text())
                     reach.new.setdefault(file, set()).update(new)
+                reach.importing.setdefault(file, set()).update(names)
                 mine = reach.lines.setdefault(file, {})
                 for line, tests in lines.items():
                     found = names if CHILDREN in tests else [names[test] for test in tests]
                     mine.setdefault(moves[key](int(line)), set()).update(found)
         return reach
 
-    def of(self, file: str, line: int, last: int, inside: Sequence[tuple[int, int]], *, is_run: bool) -> list[str]:
-        """Return the tests that reach a change.
+    def of(self, file: str, line: int, last: int, inside: Sequence[tuple[int, int]], *, is_run: bool) -> list[set[str]]:
+        """Return the tests that reach a change, in one set; if imports run it, further ones of files with that import.
 
         Args:
             file: The source.
@@ -144,9 +147,11 @@ class Reach:
         for place, (first, end) in enumerate([*own, *inside]):
             found = set().union(*(mine.get(number, set()) for number in range(first, end + 1)))
             if found - importing and (is_run or place >= len(own)):
-                return sorted(found)
+                break
             importing |= found
-        return sorted(importing)
+        else:
+            found = importing
+        return [found] if is_run else [found, self.importing[file] - found]
 
 
 def _moves(before: str, after: str) -> tuple[Callable[[int], int], set[int]]:

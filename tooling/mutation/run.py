@@ -196,15 +196,18 @@ def enclosing(change: Change, source: bytes) -> tuple[int, list[tuple[int, int]]
     return last, sorted(blocks, key=lambda block: block[1] - block[0]), is_run
 
 
-def choose(reach: Reach, tests: Sequence[str], *, limit_s: float) -> list[str]:
-    """Order tests by files, the quickest file first, and leave out what exceeds the limit."""
-    by_file: dict[str, list[str]] = {}
-    for test in tests:
-        by_file.setdefault(test.partition("::")[0], []).append(test)
-    order = sorted(by_file.values(), key=lambda names: sum(reach.seconds[name] for name in names))
+def choose(reach: Reach, sets: Sequence[set[str]], *, limit_s: float) -> list[str]:
+    """Order the tests of each set by files, the quickest file first, and leave out what exceeds the limit."""
+    recorded, order = list(reach.seconds), list[str]()
+    for tests in sets:
+        by_file: dict[str, list[str]] = {}
+        for test in sorted(tests, key=recorded.index):
+            by_file.setdefault(test.partition("::")[0], []).append(test)
+        for names in sorted(by_file.values(), key=lambda names: sum(reach.seconds[name] for name in names)):
+            order += names
     chosen: list[str] = []
     spent = 0.0
-    for name in (name for names in order for name in sorted(names, key=list(reach.seconds).index)):
+    for name in order:
         spent += reach.seconds[name]
         if chosen and spent > limit_s:
             break
@@ -223,7 +226,7 @@ def try_changes(
         last, blocks, is_run = enclosing(change, source)
         reaching = reach.of(change.file, change.line, last, blocks, is_run=is_run)
         tests = choose(reach, reaching, limit_s=limit_s)
-        outcome = Outcome(change, UNCOVERED, tests=len(tests), left_out=len(reaching) - len(tests))
+        outcome = Outcome(change, UNCOVERED, tests=len(tests), left_out=sum(map(len, reaching)) - len(tests))
         outcomes[number] = outcome
         if not tests:
             print(describe(outcome), end="", flush=True)
