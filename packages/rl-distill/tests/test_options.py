@@ -54,6 +54,7 @@ def test_every_problem_is_said() -> None:
 
 def test_the_defaults_are_possible() -> None:
     assert refusal(LearnerOptions().check) is None
+    assert refusal(LearnerOptions(recompute="selective", recompute_modules=("mlp",)).check) is None
     assert refusal(check_ranks, ParallelOptions()) is None
 
 

@@ -208,6 +208,14 @@ def test_muon_trains_whole_matrices_of_our_layers(layout: dict[str, bool], lora:
     assert refusal(check, LearnerOptions()) is None
 
 
+def test_a_vision_tower_is_trained_where_there_is_one_and_without_adapters():
+    vision = LearnerOptions(trains_vision=True)
+    lines = str(refusal(check_learner, vision, ParallelOptions(), DENSE, lora=LoraOptions(rank=2))).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("trains_vision = true needs a policy with a vision tower; Qwen3ForCausalLM has none")
+    assert lines[1].startswith("trains_vision = true trains no adapter; found lora.rank = 2")
+
+
 @pytest.mark.parametrize("kernels", ["plain", "fused", "transformer_engine"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_transformer_engine_computes_no_adapters(kernels: str, rank: int):

@@ -44,6 +44,7 @@ def test_skips_in_a_row_are_put_up_with_until_there_is_one_more(tmp_path: Path):
         skipped.check(result(is_applied=False, broken_rows=(1,)), batch(), what="actor")
 
     (file,) = tmp_path.iterdir()
+    assert file.name == f"actor_step_{result(is_applied=False).step + 1}.jsonl"
     assert str(file) in str(raised.value)
     (line,) = [json.loads(text) for text in file.read_text().splitlines()]
     assert list(line)[3:] == ["advantages", "input_ids", "reward"]
