@@ -82,7 +82,7 @@ def test_a_job_of_three_nodes_goes_on_when_one_is_killed(tmp_path: Path):
         folders = [folder for node in HOSTS for folder in folders_of(job, node)]
         lost = next((node for node in homes.values() if node != HEAD), WORKERS[0])
         kill_node(job, lost)
-        assert job.wait() == 0, job.text
+        assert job.wait(300.0) == 0, job.text
         assert job.leftovers() == []
     assert len(folders) == len(HOSTS)
     assert [folder for folder in folders if folder.exists()] == []
